@@ -202,3 +202,16 @@ def test_resume_on_four_ranks_is_bit_identical(tmp_path: Path, strategy: str) ->
     assert configs.losses(tmp_path / "broken") == configs.losses(tmp_path / "whole")
     last = Path("run") / "checkpoints" / "step-00000012"
     assert configs.hashes(tmp_path / "broken" / last) == configs.hashes(tmp_path / "whole" / last)
+
+
+def test_the_best_evaluation_at_the_end_of_a_run_counts_where_it_goes_on(tmp_path):
+    train = {"eval_every": 2, "best_metric": "heldout_loss", "global_batch": 4}
+    given = {"parallel": {"nproc": 1}, "checkpoint": {"every": 2, "keep": 1}}
+    configs.train(configs.write_config(tmp_path, train=train | {"steps": 4}, **given))
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best"]
+    assert best["step"] == 4
+    worse = {"lr": 1.0, "warmup_steps": 0}
+    configs.train(configs.write_config(tmp_path, train=train | {"steps": 6}, optimizer=worse, **given))
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["best"]
+    assert (found["step"], found["value"]) == (4, best["value"])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()

@@ -15,7 +15,7 @@ from shardwise.errors import MachineError
 from shardwise.run.checks import adapter_of
 from shardwise.run.run_summary import summary_of
 from shardwise.train.config import Config
-from shardwise.train.data.tokenizer import save_tokenizer, tokenizer_files
+from shardwise.train.data.tokenizer import TOKENIZER_NAMES, save_tokenizer, tokenizer_files
 
 FOLDER = "model"
 
@@ -38,7 +38,7 @@ def export_model(config: Config, console: Console, *, as_json: bool) -> Path | N
     step = None if found is None else (found[0].get("best") or {}).get("step")
     source = newest(folder) if step is None else folder / step_folder(step)
     target = output / FOLDER
-    if source is None or _is_of(target, str(source)):
+    if source is None or _is_of(target, str(source), kind):
         return None
     if target.exists():
         shutil.rmtree(target)
@@ -49,13 +49,15 @@ def export_model(config: Config, console: Console, *, as_json: bool) -> Path | N
         run_merge(str(source), str(target), model=config.model.config, as_json=False)
     else:
         run_convert(str(source), str(target), to=kind, model=config.model.config, as_json=False)
-    files = {file.name for file in target.iterdir()}
-    if not any(name.startswith("tokenizer") for name in files) or config.data.chat_template is not None:
-        save_tokenizer(config.data.tokenizer, config.data.chat_template, target)
-        console.print(f"export: tokenizer of data.tokenizer '{config.data.tokenizer}' is beside it", markup=False)
+    for file in [file for file in target.iterdir() if file.name.startswith(TOKENIZER_NAMES)]:
+        file.unlink()  # that of the model's folder, which may be another
+    save_tokenizer(config.data.tokenizer, config.data.chat_template, target)
+    console.print(f"export: tokenizer of data.tokenizer '{config.data.tokenizer}' is beside it", markup=False)
     try:
         (target / "shardwise.json").write_text(
-            json.dumps({"schema": 1, "source": str(source), "tokenizer": [f.name for f in _tokenizer(config)]})
+            json.dumps(
+                {"schema": 1, "source": str(source), "kind": kind, "tokenizer": [f.name for f in _tokenizer(config)]}
+            )
         )
     except OSError as error:
         raise MachineError(f"'{target}' cannot be written: {error.strerror}; make room, and run again") from None
@@ -66,9 +68,10 @@ def _tokenizer(config: Config) -> list[Path]:
     return tokenizer_files(config.data.tokenizer)
 
 
-def _is_of(target: Path, source: str) -> bool:
-    """Return whether the folder is a complete export of this checkpoint."""
+def _is_of(target: Path, source: str, kind: str) -> bool:
+    """Return whether the folder is a complete export of this checkpoint, of this kind."""
     try:
-        return bool(json.loads((target / "shardwise.json").read_text())["source"] == source)
+        told = json.loads((target / "shardwise.json").read_text())
+        return bool((told["source"], told["kind"]) == (source, kind))
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -37,11 +37,19 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"metric": self.metric, "value": self.value, "step": self.step, "worse": self.worse}
+        return {
+            "metric": self.metric,
+            "best_is": self.best_is,
+            "value": self.value,
+            "step": self.step,
+            "worse": self.worse,
+        }
 
     def restore(self, state: Any) -> None:
-        """Go on from a checkpoint; one of another metric is no start."""
-        if isinstance(state, dict) and state.get("metric") == self.metric:
+        """Go on from a checkpoint; one of another metric, or of the other direction, is no start."""
+        if not isinstance(state, dict):
+            return
+        if (state.get("metric"), state.get("best_is", self.best_is)) == (self.metric, self.best_is):
             self.value, self.step, self.worse = state["value"], state["step"], int(state["worse"])
 
     def __str__(self) -> str:

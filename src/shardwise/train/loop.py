@@ -90,6 +90,7 @@ class TrainingRun:
         self.adapter_facts: dict[str, Any] = {}
         self.noise: EmbeddingNoise | None = None
         self.average: WeightAverage | None = None
+        self.extends = False  # goes on from the end of a run of fewer steps
 
     @property
     def heldout(self) -> NumberedSamples | None:
@@ -131,6 +132,8 @@ class TrainingRun:
             metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
+        if self.extends and self.evaluator.best is not None:  # the last evaluation came after its checkpoint
+            self._evaluate(None)
         if not self.evaluator.enough():
             self._steps(model, metrics)
         if self.watch is not None:
@@ -404,6 +407,7 @@ class TrainingRun:
                 self.evaluator.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
             self.total, told = steps, resume.news(manifest, config, self.plan, steps)
+            self.extends = state["scheduler"]["total"] == manifest.step < steps
         if saved is not None:
             restore_random_states(saved, session.device)
         else:  # a rank that did not exist: not the random numbers of the first step again

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from shardwise.errors import DataError
@@ -57,10 +60,10 @@ class ChatTemplate:
     special: dict[str, str]
     ends: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def marks_generation(self) -> bool:
-        """True if the template marks what the assistant generates."""
-        return _GENERATION.search(self.template) is not None
+        """True if the template marks what the assistant generates, where transformers finds the marks."""
+        return _GENERATION.search(self.template) is not None and not _marks_captured(self.template)
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, prompt: bool = False) -> str:
         """Render messages; ``prompt`` adds the words that ask for the assistant's next turn.
@@ -103,6 +106,9 @@ class ChatTemplate:
         """
         messages, tools = document.messages, document.tools
         text, marked = self._rendered(messages, tools, False)
+        if (read := _read_arguments(messages, text)) is not None:
+            messages = read
+            text, marked = self._rendered(messages, tools, False)
         turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
         chosen = _chosen(turns, loss_on, document.trained_from)
         rest: list[int] = []
@@ -147,11 +153,42 @@ class ChatTemplate:
         return not text.strip()
 
     def _without_tail(self, text: str) -> int:
-        """Return the length up to the token at which generation ends: no white space or second end behind it."""
+        """Return the length up to the token at which generation ends: no white space, and no second end after that.
+
+        Ends without white space between them belong together, such as that of a tool call and that of the turn.
+        """
         end, kept = len(text), text.rstrip()
         while last := next((one for one in self.ends if kept.endswith(one)), None):
-            end, kept = len(kept), kept.removesuffix(last).rstrip()
+            end, before = len(kept), kept.removesuffix(last)
+            kept = before.rstrip()
+            if kept == before:
+                break
         return end
+
+
+def _read_arguments(messages: Sequence[Message], text: str) -> tuple[Message, ...] | None:
+    """Read the arguments of tool calls that are JSON text, as OpenAI's format has it, if they were encoded twice.
+
+    A template that encodes them itself wants objects. Return ``None`` where none were encoded twice.
+    """
+    twice = False
+
+    def read(value: Any) -> Any:
+        nonlocal twice
+        if isinstance(value, list):
+            return [read(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        found = {key: read(one) for key, one in value.items()}
+        given = found.get("arguments")
+        if isinstance(given, str) and '"' in given:
+            with suppress(ValueError):
+                found["arguments"] = json.loads(given)
+                twice = twice or json.dumps(given, ensure_ascii=False)[1:-1] in text
+        return found
+
+    made = tuple({**one, "tool_calls": read(one["tool_calls"])} if one.get("tool_calls") else one for one in messages)
+    return made if twice else None
 
 
 def _others(
@@ -209,6 +246,29 @@ def marks(rendered: Rendered, offsets: Sequence[tuple[int, int]]) -> bytearray:
         if at < len(spans) and spans[at].begin <= begin < spans[at].end and end > begin:
             found[index] = codes[at]
     return bytearray(code | 1 for code in found) if rendered.full else found
+
+
+def _marks_captured(template: str) -> bool:
+    """Return whether a template marks generation within a macro, or text that it keeps for later.
+
+    Transformers counts such marks from where the text was made, not from where it is printed.
+    """
+    from jinja2 import Environment
+
+    inside, words = 0, list[str]()
+    for _, kind, value in Environment().lex(template):
+        if kind == "block_begin":
+            words = []
+        elif kind in ("name", "operator"):
+            words.append(value)
+        elif kind == "block_end" and words:
+            if words[0] in ("macro", "call", "filter") or (words[0] == "set" and "=" not in words):
+                inside += 1
+            elif words[0] in ("endmacro", "endcall", "endfilter", "endset"):
+                inside -= 1
+            elif words[0] == "generation" and inside:
+                return True
+    return False
 
 
 def check_template(template: str, where: str) -> None:

@@ -30,7 +30,7 @@ from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, 
 from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
 from shardwise.units import bytes_text, count_text, counted, seconds_text
 
-_LAYOUT = 2  # version of the corpus folder; a change of its content makes old folders unused
+_LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
 _Say = Callable[[str], None]
@@ -132,7 +132,11 @@ def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) ->
     names = [*tokenizer_files(table.tokenizer), *filter(None, [template_file(table.tokenizer, table.chat_template)])]
     tokenizer = [[file.name, _hash(file.read_bytes())] for file in names]
     sides = [one.source.listing() for one in sources] + ([] if table.heldout_path else [table.heldout_fraction])
-    rows: list[list[Any]] = [[one.name, one.table.text_field, one.table.columns] for one in sources]
+    rows: list[list[Any]] = [
+        # a text column that is named makes rows text, also where they have messages
+        [one.name, one.table.text_field, "text_field" in one.table.model_fields_set, one.table.columns]
+        for one in sources
+    ]
     rows += [[table.loss_on, table.chat_template, table.bad_rows]]
     fingerprint = _hash(json.dumps([_LAYOUT, sides, rows, tokenizer]).encode())
     folder = cache / fingerprint[:16]
@@ -293,6 +297,11 @@ class _Building:
     scan: _Scan
     silent: list[str] = field(default_factory=list)  # rows without a label
 
+    @property
+    def left_out(self) -> int:
+        """Rows left out so far."""
+        return len(self.silent) + self.bad.number
+
     def side_of(self, content: int, own: int | None) -> int:
         """Return 1 for held-out documents; ``own`` is the side of a source of one's own."""
         return own if own is not None else int(content < int(self.fraction * 2**64))
@@ -317,7 +326,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
         progress = _Progress(sum(one.source.num_bytes for one in readings), log)
         before = 0
         for reading, columns in zip(readings, known, strict=True):
-            firsts = [len(side.lengths) for side in sides]
+            firsts, left_out = [len(side.lengths) for side in sides], building.left_out
             _read(
                 building,
                 reading,
@@ -327,7 +336,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
                 before,
             )
             before += reading.source.num_bytes
-            _check_rows(building, reading.source, sum(firsts))
+            _check_rows(building, reading.source, sum(firsts), left_out)
             if reading.side is None and table.heldout_fraction:
                 _balance(building, firsts, log)
             for side in sides:
@@ -346,8 +355,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
     tokens = count_text(sum(part["num_tokens"] for part in parts.values()))
     documents = sum(len(side.lengths) for side in sides)
     log(f"{bytes_text(num_bytes)}, {tokens} tokens, {documents} documents, {held} held out")
-    left_out = len(building.silent) + bad.number
-    if left_out:
+    if left_out := building.left_out:
         log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {len(building.silent)} without a label")
     return scan.entropies() | {
         "parts": parts,
@@ -385,14 +393,14 @@ def _read(
     building.bad.refuse()
 
 
-def _check_rows(building: _Building, source: DataSource, before: int) -> None:
+def _check_rows(building: _Building, source: DataSource, before: int, left_out_before: int) -> None:
     """Refuse a source of nothing, or of which too much is left out; ``before`` it there were documents."""
     found = sum(len(side.lengths) for side in building.sides) - before
-    left_out = len(building.silent) + building.bad.number
+    left_out = building.left_out - left_out_before
     if left_out > _MOST_SKIPPED * (left_out + found):
         raise DataError(
             f"{source.where}: {left_out} of {counted(left_out + found, 'row')}, over a tenth, cannot be trained on:",
-            *[*building.bad.told, *building.silent][:MOST_PROBLEMS],
+            *[one for one in (*building.bad.told, *building.silent) if one.startswith(source.where)][:MOST_PROBLEMS],
         )
     if not found:
         raise DataError(f"{source.where} has only empty documents; give some with text")

@@ -60,6 +60,11 @@ class Columns:
     kind: Kind
     names: Mapping[str, str]
 
+    @property
+    def optional(self) -> dict[str, tuple[str, ...]]:
+        """Names of parts that the first row has not, and a later one may."""
+        return {part: NAMES[part] for part in _OPTIONAL.get(self.kind, ()) if part not in self.names}
+
     def __str__(self) -> str:
         """Return a line for people."""
         said = {"text": "text", "messages": "conversations", "completion": "prompts with completions"}
@@ -110,6 +115,9 @@ def document(row: Mapping[str, Any], columns: Columns, at: str) -> Document | No
             "same columns"
         )
     get = {part: row.get(name) for part, name in columns.names.items()}
+    taken = set(columns.names.values())
+    for part, names in columns.optional.items():
+        get[part] = next((row[name] for name in names if row.get(name) and name not in taken), None)
     if columns.kind == "text":
         return Document(at, text=get["text"]) if get["text"] else None
     if columns.kind == "messages":

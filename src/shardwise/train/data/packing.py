@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.train.data.chat import ROLES
 from shardwise.train.data.corpus import Tokens
+
+_TEXT = 2 * ROLES.index("text") + 1  # mark of all tokens of a plain document
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,27 @@ class DocumentPieces:
 def pieces_of(tokens: Tokens, seq_len: int) -> DocumentPieces:
     """Split documents into pieces of at most ``seq_len`` inputs.
 
-    A long plain document goes on in further pieces. A conversation ends where its piece does: what follows would be
-    answers without their questions; one that has no label before that is left out.
+    A long plain document goes on in further pieces, also beside conversations. A conversation ends where its piece
+    does: what follows would be answers without their questions; one that has no label before that is left out.
     """
     starts = np.asarray(tokens.starts)
     labels = np.maximum(np.diff(starts) - 1, 0)
-    if tokens.marks is None:
-        pieces = -(-labels // seq_len)
-        done = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len  # earlier pieces
-        lengths = np.minimum(seq_len, np.repeat(labels, pieces) - done)
-        cuts = CutDocuments(len(labels), int((pieces > 1).sum()), 0, 0)
-        return DocumentPieces(np.repeat(starts[:-1], pieces) + done, lengths, cuts)
-    trained = np.concatenate([[0], np.cumsum(np.asarray(tokens.marks) & 1, dtype=np.int64)])
-    lengths = np.minimum(seq_len, labels)
-    within = trained[starts[:-1] + lengths + (labels > 0)] - trained[starts[:-1] + (labels > 0)]
+    marks = None if tokens.marks is None else np.asarray(tokens.marks)
+    pieces = -(-labels // seq_len)
+    if marks is not None:
+        plain = marks[starts[:-1]] == _TEXT
+        pieces = np.where(plain, pieces, np.minimum(pieces, 1))
+    done = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len  # earlier pieces
+    begins, lengths = np.repeat(starts[:-1], pieces) + done, np.minimum(seq_len, np.repeat(labels, pieces) - done)
+    if marks is None:
+        return DocumentPieces(begins, lengths, CutDocuments(len(labels), int((pieces > 1).sum()), 0, 0))
+    trained = np.concatenate([[0], np.cumsum(marks & 1, dtype=np.int64)])
+    within = trained[begins + lengths + 1] - trained[begins + 1]
     full = trained[starts[:-1] + labels + (labels > 0)] - trained[starts[:-1] + (labels > 0)]
-    kept = within > 0
-    cuts = CutDocuments(len(labels), int((labels > seq_len).sum()), int((~kept).sum()), int((full - within).sum()))
-    return DocumentPieces(starts[:-1][kept], lengths[kept], cuts)
+    kept, cut = within > 0, ~plain & (labels > seq_len)
+    lost = int((~kept).sum()) + int((pieces == 0).sum())
+    cuts = CutDocuments(len(labels), int(cut.sum()), lost, int(full.sum() - within.sum()))
+    return DocumentPieces(begins[kept], lengths[kept], cuts)
 
 
 def pack_rows(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -159,11 +159,22 @@ class PackedSamples(_Cut):
         self.mask_borders = mask_borders
 
     def _mask(self, begins: NDArray[np.int64], inputs: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-        if self.mask_borders:  # such a label follows a separator; text may contain that token too
-            rows, columns = np.nonzero((inputs == self.separator) & (labels != IGNORED))
+        if self.mask_borders:
+            rows, columns = np.nonzero(labels != IGNORED)
             places = begins[rows, 0] + columns + 1
             first = self._starts[np.searchsorted(self._starts, places)] == places
             labels[rows[first], columns[first]] = IGNORED
+
+    def label_count(self, num_samples: int | None) -> int:
+        """Return the number of labels of the first samples, without those that are masked at borders."""
+        count = super().label_count(num_samples)
+        if not self.mask_borders:
+            return count
+        last = self._begins[: len(self) if num_samples is None else min(num_samples, len(self))]
+        end = int(last[-1] + self._lengths[len(last) - 1]) if len(last) else 0
+        firsts = self._starts[(self._starts > 0) & (self._starts <= end) & (self._starts < len(self._stream))]
+        marks = self.tokens.marks
+        return count - (len(firsts) if marks is None else int((np.asarray(marks)[firsts] & 1).sum()))
 
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         text = super()._text_labels(begins, lengths)

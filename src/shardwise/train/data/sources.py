@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,10 @@ def _csv_rows(source: DataSource, path: Path, name: str, columns: Columns | None
 def _parquet_rows(source: DataSource, path: Path, name: str, columns: Columns | None) -> _RowsOfFile:
     parquet = need("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
-        chosen = None if columns is None else [n for n in columns.names.values() if n in file.schema_arrow.names]
+        wanted = [] if columns is None else [*columns.names.values(), *chain.from_iterable(columns.optional.values())]
+        chosen = (
+            None if columns is None else [name for name in dict.fromkeys(wanted) if name in file.schema_arrow.names]
+        )
         if columns is not None and columns.kind == "text":
             _check_text(source, columns, {field.name: field.type for field in file.schema_arrow}, f" (file '{name}')")
         number, size = 0, path.stat().st_size
@@ -312,7 +316,7 @@ def _parquet_rows(source: DataSource, path: Path, name: str, columns: Columns | 
             read = size * (number + rows.num_rows) // max(1, file.metadata.num_rows)
             for row in rows.to_pylist():
                 number += 1
-                yield f"file '{name}', row {number}", row, read
+                yield f"file '{name}', row {number}", _without_none(row), read
 
 
 def _saved_rows(source: DataSource, columns: Columns | None) -> _RowsOfFile:
@@ -326,7 +330,18 @@ def _saved_rows(source: DataSource, columns: Columns | None) -> _RowsOfFile:
         names = list(rows)
         for values in zip(*rows.values(), strict=True):
             number += 1
-            yield f"row {number}", dict(zip(names, values, strict=True)), size * number // len(data)
+            yield f"row {number}", _without_none(dict(zip(names, values, strict=True))), size * number // len(data)
+
+
+def _without_none(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table without the keys that nested objects have only because those of other rows do."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(one) for key, one in value.items() if one is not None}
+        return [kept(one) for one in value] if isinstance(value, list) else value
+
+    return {name: kept(value) for name, value in row.items()}
 
 
 def _saved(source: DataSource) -> Any:
@@ -400,13 +415,13 @@ def _reading(source: DataSource) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            chain: list[BaseException] = [error]
-            while below := chain[-1].__cause__ or chain[-1].__context__:
-                chain.append(below)
-            for cause in chain:
+            causes: list[BaseException] = [error]
+            while below := causes[-1].__cause__ or causes[-1].__context__:
+                causes.append(below)
+            for cause in causes:
                 if isinstance(cause, ShardwiseError) or getattr(cause, "errno", None) in FULL | DENIED:
                     raise cause from None
-            reason = f"{first_line(chain[-1])}; repair it or set data.format"
+            reason = f"{first_line(causes[-1])}; repair it or set data.format"
             raise DataError(f"{source.where} cannot be read as {source.format}: {reason}") from None
 
 

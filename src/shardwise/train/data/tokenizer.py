@@ -19,6 +19,8 @@ from shardwise.train.data.sources import first_line, need
 
 _END_OF_TEXT = ["</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "<eos>", "[EOS]", "<|im_end|>", "[SEP]"]
 _TEMPLATE = "chat_template.jinja"
+TOKENIZER_NAMES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "sentencepiece", "chat")
+"""Beginnings of the names of a tokenizer's files."""
 Offsets = Sequence[tuple[int, int]]
 
 
@@ -90,6 +92,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             fast = library.Tokenizer.from_file(str(file))
             fast.no_truncation()
             fast.no_padding()
+            fast.post_processor = None  # it adds special tokens, and may leave white space out of offsets
             vocab = fast.get_vocab(with_added_tokens=True)
             if settings.is_file():
                 end = json.loads(settings.read_text()).get("eos_token")
@@ -106,8 +109,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     def encode(texts: list[str]) -> Iterable[Any]:
         if file.is_file():
-            return (coded.ids for coded in fast.encode_batch(texts, add_special_tokens=False))
-        return slow(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            return (coded.ids for coded in fast.encode_batch(_whole(texts), add_special_tokens=False))
+        return slow(_whole(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode_with_offsets(texts: list[str]) -> Iterable[tuple[Any, Offsets]]:
         if not file.is_file():
@@ -115,7 +118,7 @@ def load_tokenizer(name: str) -> Tokenizer:
                 f"data.tokenizer '{name}' does not tell which characters a token stands for, so no part of a "
                 "conversation can be left out of the loss; convert it to a tokenizer.json (a fast tokenizer)"
             )
-        return ((coded.ids, coded.offsets) for coded in fast.encode_batch(texts, add_special_tokens=False))
+        return ((coded.ids, coded.offsets) for coded in fast.encode_batch(_whole(texts), add_special_tokens=False))
 
     def decode(ids: NDArray[Any]) -> str:
         if file.is_file():
@@ -189,6 +192,11 @@ def _added(folder: Path | None, settings: dict[str, Any]) -> list[str]:
     return [one["content"] for one in known if isinstance(one, dict) and one.get("special") and one.get("content")]
 
 
+def _whole(texts: list[str]) -> list[str]:
+    """Replace halves of surrogate pairs, which tokenizers refuse, by one character each."""
+    return [text if text.isascii() else utf8(text).decode() for text in texts]
+
+
 def utf8(text: str) -> bytes:
     """Return a text's bytes; halves of surrogate pairs are replaced."""
     return text.encode("utf-8", errors="replace")
@@ -209,9 +217,7 @@ def save_tokenizer(name: str, given: str | None, folder: Path) -> None:
         PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer(), eos_token=_END_OF_TEXT[1]).save_pretrained(folder)
     elif source.is_dir():
         for file in tokenizer_files(name):
-            if file.name.startswith(
-                ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "spiece", "chat")
-            ):
+            if file.name.startswith(TOKENIZER_NAMES):
                 shutil.copyfile(file, folder / file.name)
     else:
         end = load_tokenizer(name).end

@@ -1,0 +1,191 @@
+"""Data sets and templates that once gave wrong tokens, labels or losses without a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.errors import DataError
+from shardwise.train.config import Config
+from shardwise.train.config_data import DataTable
+from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
+from shardwise.train.data.corpus import Corpus, prepare_corpus
+from shardwise.train.data.documents import Document
+from shardwise.train.data.packing import pieces_of
+from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
+
+TOOLS = (
+    "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat(asked: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+
+def lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def prepared(tmp_path: Path, **table: Any) -> Corpus:
+    given = {"chat_template": "chatml", "heldout_fraction": 0.0, "seq_len": 64} | table
+    if "heldout_path" in given:
+        del given["heldout_fraction"]
+    return prepare_corpus(DataTable(**given), tmp_path / "cache", lambda _: None)
+
+
+def text_of(corpus: Corpus) -> str:
+    return bytes(np.asarray(corpus.train.tokens).astype(np.uint8)).decode()
+
+
+def test_a_named_text_column_is_another_corpus_than_messages_beside_it(tmp_path: Path) -> None:
+    path = lines(tmp_path / "rows.jsonl", [chat("q", f"a{i}") | {"text": f"text {i}"} for i in range(4)])
+    assert prepared(tmp_path, path=path).kind == "messages"
+    assert prepared(tmp_path, path=path, text_field="text").kind == "text"
+
+
+def test_a_part_that_the_first_row_lacks_is_read_from_later_rows(tmp_path: Path) -> None:
+    rows = [{"instruction": "add", "output": "x"}, {"instruction": "sum", "input": "CONTEXT", "output": "y"}]
+    assert "sum\n\nCONTEXT" in text_of(prepared(tmp_path, path=lines(tmp_path / "rows.jsonl", rows)))
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    rows = [chat("q", "a"), chat("r", "b") | {"tools": [{"name": "search"}]}]
+    corpus = prepared(tmp_path, path=lines(tmp_path / "tools.jsonl", rows), chat_template=str(tmp_path / "tools.jinja"))
+    assert text_of(corpus).count("search") == 1
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_a_table_gives_a_call_no_arguments_of_other_rows(tmp_path: Path, form: str) -> None:
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    rows = []
+    for key in ("city", "sum"):
+        row = chat("q", "a")
+        row["messages"][1]["tool_calls"] = [{"function": {"name": "f", "arguments": {key: "1"}}}]
+        rows.append(row | {"tools": [{"name": "f", "parameters": {key: {"type": "string"}}}]})
+    if form == "parquet":
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows.parquet")
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(tmp_path / "rows")
+    name = "rows.parquet" if form == "parquet" else "rows"
+    text = text_of(prepared(tmp_path, path=str(tmp_path / name), chat_template=str(tmp_path / "tools.jinja")))
+    assert "null" not in text and '"arguments": {"city": "1"}' in text and '"arguments": {"sum": "1"}' in text
+
+
+MACRO = (
+    "{% macro turn(m) %}{{ '<|im_start|>assistant\n' }}{% generation %}{{ m.content + '<|im_end|>' }}"
+    "{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ turn(m) }}{% else %}[{{ m.content }}]"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+KEPT = (
+    "{% for m in messages %}{% set body %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endset %}"
+    "{{ body }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [MACRO, KEPT])
+def test_marks_in_a_macro_or_a_kept_text_do_not_shift_the_mask(template: str) -> None:
+    found = ChatTemplate(template, {}).document(Document("", messages=tuple(chat("Why?", "So.")["messages"])), "last")
+    assert [found.text[one.begin : one.end] for one in found.spans if one.trained] == ["So.<|im_end|>"]
+    assert ChatTemplate(CHATML, {}).marks_generation
+
+
+def test_the_end_of_a_turn_behind_another_special_token_is_trained() -> None:
+    messages = tuple(chat("Where?", "<box>1,2</box>")["messages"])
+    found = ChatTemplate(TOOLS, {}, ("<|im_end|>", "</box>")).document(Document("", messages=messages), "assistant")
+    assert [found.text[one.begin : one.end] for one in found.spans if one.trained] == ["<box>1,2</box><|im_end|>"]
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_of_an_answer_is_trained_where_offsets_leave_it_out(tmp_path: Path, trim: bool) -> None:
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.BPE(vocab={}, merges=[]))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.post_processor = library.processors.ByteLevel(trim_offsets=trim)
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [], library.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["<|im_end|>", "<|endoftext|>"])
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    answer = "if x:\n    return  😀\n"
+    path = lines(tmp_path / "rows.jsonl", [chat("q", answer), chat("half \ud83d", "a")])
+    corpus = prepared(tmp_path, path=path, tokenizer=str(tmp_path / "tokenizer.json"))
+    end = corpus.train.starts[1]
+    trained = np.asarray(corpus.train.tokens[:end])[np.asarray(corpus.train.marks[:end]) & 1 == 1]
+    assert made.decode(trained.tolist(), skip_special_tokens=False) == answer + "<|im_end|>"
+
+
+def test_a_long_plain_document_goes_on_beside_conversations(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "long.txt").write_text("".join(f"{i:04d} " for i in range(200)))
+    sources = [{"path": lines(tmp_path / "rows.jsonl", [chat("q", "a" * 99)])}, {"path": str(notes)}]
+    corpus = prepared(tmp_path, sources=sources)
+    chats, text = corpus.train.source(0), corpus.train.source(1)
+    assert chats is not None and text is not None
+    assert IsolatedSamples(text, 64, corpus.separator).label_count(None) == len(text.tokens) - 1 == 1000
+    cuts = pieces_of(corpus.train, 64).cuts
+    assert (cuts.documents, cuts.cut, cuts.lost) == (2, 1, 0)
+    assert corpus.train.roles()["assistant"][1] - cuts.tokens_lost == IsolatedSamples(
+        chats, 64, corpus.separator
+    ).label_count(None)
+
+
+def test_heldout_documents_of_their_own_become_samples(tmp_path: Path) -> None:
+    chats = lines(tmp_path / "rows.jsonl", [chat("q", f"a{i}") for i in range(3)])
+    held = lines(tmp_path / "held.jsonl", [chat("q", f"b{i}") for i in range(2)])
+    document = {
+        "model": {"factory": "a:b"},
+        "data": {"path": chats, "heldout_path": held, "chat_template": "chatml", "seq_len": 64},
+        "train": {"steps": 1, "output": str(tmp_path)},
+    }
+    config = Config.model_validate(document)
+    corpus = prepare_corpus(config.data, tmp_path / "cache", lambda _: None)
+    assert (len(samples_for(corpus, config)), len(samples_for(corpus, config, heldout=True))) == (3, 2)
+
+
+def test_a_source_answers_for_its_own_rows_only(tmp_path: Path) -> None:
+    bad: list[dict[str, Any]] = [{"messages": []}]
+    many = lines(tmp_path / "many.jsonl", [chat("q", f"a{i}") for i in range(92)] + 8 * bad)
+    few = lines(tmp_path / "few.jsonl", [chat("r", f"a{i}") for i in range(9)])
+    corpus = prepared(tmp_path, sources=[{"path": many}, {"path": few}], bad_rows="skip")
+    assert corpus.left_out == 8
+    few = lines(tmp_path / "few.jsonl", [chat("r", f"a{i}") for i in range(5)] + 2 * bad)
+    with pytest.raises(DataError, match="2 of 7 rows") as told:
+        prepared(tmp_path, sources=[{"path": many}, {"path": few}], bad_rows="skip")
+    assert "many.jsonl" not in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_labels_masked_at_borders_are_not_counted(tmp_path: Path, kind: str) -> None:
+    rows = [{"text": f"abc{i}"} if kind == "text" else chat("q", f"a{i}") for i in range(7)]
+    corpus = prepared(tmp_path, path=lines(tmp_path / "rows.jsonl", rows), loss_on="all")
+    samples = PackedSamples(corpus.train, 16, corpus.separator, mask_borders=True)
+    for count in (0, 1, 2, len(samples)):
+        labels = samples.batch(np.arange(count))[1]
+        assert samples.label_count(count) == int((labels != IGNORED).sum())
+    borders = len(corpus.train.starts) - 2
+    assert samples.label_count(None) == len(corpus.train.tokens) - 1 - borders
+    assert ROLES[0] == "text"
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_arguments_that_are_json_text_are_not_encoded_twice(encodes: bool) -> None:
+    arguments = '{"city": "Zürich"}'
+    messages = chat("Where?", "")["messages"]
+    messages[1]["tool_calls"] = [{"function": {"name": "f", "arguments": arguments}}]
+    template = TOOLS if encodes else TOOLS.replace("m.tool_calls | tojson", "m.tool_calls[0].function.arguments")
+    found = ChatTemplate(template, {}, ("<|im_end|>",)).document(Document("", messages=tuple(messages)), "assistant")
+    trained = [found.text[one.begin : one.end] for one in found.spans if one.trained]
+    call = f'[{{"function": {{"name": "f", "arguments": {arguments}}}}}]' if encodes else arguments
+    assert trained == [f"{call}<|im_end|>"]
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
