@@ -189,3 +189,25 @@ def test_arguments_that_are_json_text_are_not_encoded_twice(encodes: bool) -> No
     call = f'[{{"function": {{"name": "f", "arguments": {arguments}}}}}]' if encodes else arguments
     assert trained == [f"{call}<|im_end|>"]
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("heldout", [False, True])
+def test_the_first_packed_samples_are_not_the_longest_documents(tmp_path: Path, heldout: bool) -> None:
+    rows = [{"text": f"{i:03d}".ljust(60 if i % 7 == 0 else 5 + i % 11)} for i in range(400)]
+    path = lines(tmp_path / "rows.jsonl", rows)
+    given = {"path": path, "pack": "isolated", "seq_len": 64, "shuffle": heldout, "heldout_fraction": 0.5 * heldout}
+    config = Config.model_validate(
+        {"model": {"factory": "a:b"}, "data": given, "train": {"steps": 1, "output": str(tmp_path)}}
+    )
+    corpus = prepare_corpus(config.data, tmp_path / "cache", lambda _: None)
+    samples = samples_for(corpus, config, heldout=heldout)
+    assert isinstance(samples, IsolatedSamples)
+
+    def mean(count: int) -> float:
+        return samples.label_count(count) / samples.documents(np.arange(count))
+
+    assert 0.6 < mean(len(samples) // 5) / mean(len(samples)) < 1.6
+    inputs, labels = samples.batch(np.arange(len(samples)))
+    assert all(samples.is_right(i, inputs["input_ids"][i], inputs["position_ids"][i], labels[i]) for i in range(9))
+    tokens = corpus.heldout if heldout else corpus.train
+    assert tokens is not None and int((labels != IGNORED).sum()) == len(tokens.tokens) - len(tokens.starts) + 1
