@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError
+from shardwise.receipts.lines.sample_lines import isolation_line
 from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.train.data.documents import Document
+from shardwise.train.data.isolation import Isolation
 from shardwise.train.data.packing import pieces_of
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
 
@@ -211,3 +213,10 @@ def test_the_first_packed_samples_are_not_the_longest_documents(tmp_path: Path, 
     assert all(samples.is_right(i, inputs["input_ids"][i], inputs["position_ids"][i], labels[i]) for i in range(9))
     tokens = corpus.heldout if heldout else corpus.train
     assert tokens is not None and int((labels != IGNORED).sum()) == len(tokens.tokens) - len(tokens.starts) + 1
+
+
+def test_isolation_is_unknown_where_an_open_border_would_not_show() -> None:
+    assert Isolation(change=0.0, open_change=0.0, documents=4).ok is None
+    assert "unknown" in isolation_line(Isolation(change=0.0, open_change=0.0, documents=4)).found
+    assert Isolation(change=0.0, open_change=1e-4, documents=4).ok is True
+    assert Isolation(change=1e-4, open_change=0.0, documents=4).ok is False
