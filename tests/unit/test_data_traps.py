@@ -220,3 +220,10 @@ def test_isolation_is_unknown_where_an_open_border_would_not_show() -> None:
     assert "unknown" in isolation_line(Isolation(change=0.0, open_change=0.0, documents=4)).found
     assert Isolation(change=0.0, open_change=1e-4, documents=4).ok is True
     assert Isolation(change=1e-4, open_change=0.0, documents=4).ok is False
+
+
+def test_bytes_have_no_token_for_a_template_that_ends_turns_with_one(tmp_path: Path) -> None:
+    (tmp_path / "ends.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    path = lines(tmp_path / "rows.jsonl", [chat("q", "a")])
+    with pytest.raises(DataError, match="no turn would end"):
+        prepared(tmp_path, path=path, chat_template=str(tmp_path / "ends.jinja"))
