@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from shardwise.errors import DataError
+from shardwise.receipts.lines.sample_lines import isolation_line
 from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.train.data.documents import Document
+from shardwise.train.data.isolation import Isolation
 from shardwise.train.data.packing import pieces_of
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
 
@@ -189,3 +191,39 @@ def test_arguments_that_are_json_text_are_not_encoded_twice(encodes: bool) -> No
     call = f'[{{"function": {{"name": "f", "arguments": {arguments}}}}}]' if encodes else arguments
     assert trained == [f"{call}<|im_end|>"]
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("heldout", [False, True])
+def test_the_first_packed_samples_are_not_the_longest_documents(tmp_path: Path, heldout: bool) -> None:
+    rows = [{"text": f"{i:03d}".ljust(60 if i % 7 == 0 else 5 + i % 11)} for i in range(400)]
+    path = lines(tmp_path / "rows.jsonl", rows)
+    given = {"path": path, "pack": "isolated", "seq_len": 64, "shuffle": heldout, "heldout_fraction": 0.5 * heldout}
+    config = Config.model_validate(
+        {"model": {"factory": "a:b"}, "data": given, "train": {"steps": 1, "output": str(tmp_path)}}
+    )
+    corpus = prepare_corpus(config.data, tmp_path / "cache", lambda _: None)
+    samples = samples_for(corpus, config, heldout=heldout)
+    assert isinstance(samples, IsolatedSamples)
+
+    def mean(count: int) -> float:
+        return samples.label_count(count) / samples.documents(np.arange(count))
+
+    assert 0.6 < mean(len(samples) // 5) / mean(len(samples)) < 1.6
+    inputs, labels = samples.batch(np.arange(len(samples)))
+    assert all(samples.is_right(i, inputs["input_ids"][i], inputs["position_ids"][i], labels[i]) for i in range(9))
+    tokens = corpus.heldout if heldout else corpus.train
+    assert tokens is not None and int((labels != IGNORED).sum()) == len(tokens.tokens) - len(tokens.starts) + 1
+
+
+def test_isolation_is_unknown_where_an_open_border_would_not_show() -> None:
+    assert Isolation(change=0.0, open_change=0.0, documents=4).ok is None
+    assert "unknown" in isolation_line(Isolation(change=0.0, open_change=0.0, documents=4)).found
+    assert Isolation(change=0.0, open_change=1e-4, documents=4).ok is True
+    assert Isolation(change=1e-4, open_change=0.0, documents=4).ok is False
+
+
+def test_bytes_have_no_token_for_a_template_that_ends_turns_with_one(tmp_path: Path) -> None:
+    (tmp_path / "ends.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    path = lines(tmp_path / "rows.jsonl", [chat("q", "a")])
+    with pytest.raises(DataError, match="no turn would end"):
+        prepared(tmp_path, path=path, chat_template=str(tmp_path / "ends.jinja"))

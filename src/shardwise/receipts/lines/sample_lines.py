@@ -56,7 +56,7 @@ def isolation_line(found: Isolation) -> Line:
     elif not found.documents:
         said = "one document in each sample of the first step"
     else:
-        kind = "isolated" if found.ok else "not isolated"
+        kind = {True: "isolated", False: "not isolated", None: "unknown, as nothing moves this loss"}[found.ok]
         said = (
             f"{kind}: another document moves a loss by {found.change:.2g} of it "
             f"({found.documents} compared; without borders {found.open_change:.2g})"

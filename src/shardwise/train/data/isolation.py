@@ -37,10 +37,10 @@ class Isolation:
 
     @property
     def ok(self) -> bool | None:
-        """Whether documents are apart; ``None`` where no sample has two."""
+        """Whether documents are apart; ``None`` where no sample has two, or nothing moves this model's loss."""
         if self.wrong_rows:
             return False
-        if not self.documents:
+        if not self.documents or max(self.change, self.open_change) <= _NOTHING:
             return None
         return self.change <= max(_NOTHING, _SHARE * self.open_change)
 

@@ -205,13 +205,15 @@ class IsolatedSamples:
     """Samples of several documents in a row, none of which sees another.
 
     Positions begin at 0 with each document, from which a model makes its attention mask; also with the padding at the
-    end. The last token of a document is no input, so that no label crosses a border. Rows are packed by `pack_rows`.
+    end. The last token of a document is no input, so that no label crosses a border. Rows are packed by `pack_rows`,
+    with the longest documents first; ``in_order`` they are in the order of the data, each by its longest document, so
+    that the first rows are like the others.
 
     Raises:
         DataError: no document has two tokens.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, separator: int) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, separator: int, *, in_order: bool = False) -> None:
         pieces = pieces_of(tokens, seq_len)
         _need_labels(len(pieces.begins))
         self.tokens, self.seq_len, self.separator = tokens, seq_len, separator
@@ -220,6 +222,10 @@ class IsolatedSamples:
         self._marks = None if tokens.marks is None else np.asarray(tokens.marks)
         self._begins, self._lengths = pieces.begins, pieces.lengths
         self._order, self._rows = pack_rows(pieces.lengths, seq_len)
+        if in_order:
+            rows = np.split(self._order, self._rows[1:-1])
+            rows.sort(key=lambda row: int(row[0]))
+            self._order, self._rows = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
         self.isolated = True
 
     def __len__(self) -> int:
@@ -386,15 +392,17 @@ def samples_for(corpus: Corpus, config: Config, *, heldout: bool = False) -> Num
         tokens = corpus.heldout
     names = (*(corpus.sources or ("",)), "heldout")  # documents of data.heldout_path come last
     parts = {names[i]: part for i in range(len(tokens.sources) - 1) if (part := tokens.source(i)) is not None}
-    found = [_samples(part, table, corpus.separator, config.packing(corpus.kind)) for part in parts.values()]
+    packing, in_order = config.packing(corpus.kind), heldout or not table.shuffle  # not in an order of one's own
+    found = [_samples(part, table, corpus.separator, packing, in_order) for part in parts.values()]
     return found[0] if len(found) == 1 else JoinedSources(found, list(parts))
 
 
-def _samples(tokens: Tokens, table: DataTable, separator: int, packing: str) -> NumberedSamples:
+def _samples(tokens: Tokens, table: DataTable, separator: int, packing: str, in_order: bool) -> NumberedSamples:
     if packing == "joined":
         return PackedSamples(tokens, table.seq_len, separator, table.mask_borders)
-    kind = IsolatedSamples if packing == "isolated" else DocumentSamples
-    return kind(tokens, table.seq_len, separator)
+    if packing == "isolated":
+        return IsolatedSamples(tokens, table.seq_len, separator, in_order=in_order)
+    return DocumentSamples(tokens, table.seq_len, separator)
 
 
 def order_for(samples: NumberedSamples, config: Config, *, endless: bool = False) -> SampleOrder:

@@ -173,6 +173,11 @@ def _template(name: str, given: str | None, end: str) -> ChatTemplate:
             "set data.chat_template to 'chatml' or to a file with the template of the model"
         )
     check_template(text, where)
+    if name == "bytes" and "eos_token" in text:
+        raise DataError(
+            f"{where} ends turns with eos_token, which data.tokenizer 'bytes' has no text for, so no turn would end; "
+            "use 'chatml', or a tokenizer with such a token"
+        )
     for key, value in settings.items():
         if key.endswith("_token") and value is not None:
             special[key] = value.get("content", "") if isinstance(value, dict) else str(value)
