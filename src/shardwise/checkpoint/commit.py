@@ -11,7 +11,7 @@ import fcntl
 import os
 import warnings
 import weakref
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -128,18 +128,20 @@ def named_latest(folder: Folder) -> str:
         return ""
 
 
-def prune(folder: Folder, keep: int, saved: Folder, protected: Collection[str] = ()) -> None:
+def prune(folder: Folder, keep: int, saved: Folder, protected: Sequence[str] = ()) -> None:
     """Remove all but the ``keep`` newest checkpoints.
 
-    ``saved``, the one just written, always stays, and so do those whose names are ``protected``. Warns of what cannot
-    be removed; that does not fail the save.
+    ``saved``, the one just written, always stays, and so does the first of those whose names are ``protected``; the
+    others stay until that one is there. Warns of what cannot be removed; that does not fail the save.
     """
     try:
         others = [path for _, path in saved_steps(folder) if path.name != saved.name]
     except Exception as error:
         warnings.warn(f"old checkpoints in '{folder}' could not be listed: {error}", stacklevel=2)
         return
-    for path in (path for path in others[keep - 1 :] if path.name not in protected):
+    there = {saved.name, *(path.name for path in others)}
+    held = protected[:1] if {*protected[:1]} <= there else protected
+    for path in (path for path in others[keep - 1 :] if path.name not in held):
         try:
             take_away(path)
         except Exception as error:

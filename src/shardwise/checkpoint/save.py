@@ -91,7 +91,7 @@ class Saver:
             raise UserError(f"keep {keep}: at least one checkpoint must be kept; set checkpoint.keep to 1 or more")
         self.folder = folder_of(folder)
         self.keep = keep
-        self.protected: set[str] = set()  # names of checkpoints that stay, however old
+        self.protected: tuple[str, ...] = ()  # names of checkpoints that stay, however old; see `prune`
         self.async_save = async_save
         self.guarded = guarded
         self.reports: list[SaveReport] = []

@@ -279,7 +279,8 @@ class TrainingRun:
         """Keep the best checkpoint, however old it becomes."""
         best = self.evaluator.best
         if best is not None and best.step is not None:
-            self.saver.protected = {step_folder(best.step)}
+            names = [step_folder(best.step), *self.saver.protected[:1]]
+            self.saver.protected = tuple(dict.fromkeys(names))  # the one before, until the new one is saved
 
     def _evaluate_last(self, metrics: MetricsFile | None) -> None:
         """Evaluate at the end: the averaged weights, where there are some."""

@@ -17,7 +17,7 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.session_interface import TrainingSession
 
 _MOST_ASKED = 16  # documents whose loss is compared
-_SHARE = 0.02  # of the change that an open border makes: what counts as none (order of sums in a router's experts)
+_TIMES = 10.0  # the noise of a router's experts, whose sums have another order when other tokens stand in the row
 _NOTHING = 1e-9  # relative change of a loss that no arithmetic distinguishes from none
 
 
@@ -27,13 +27,15 @@ class Isolation:
 
     ``change`` is the largest relative change of a document's loss when the first document of its sample becomes another
     one, ``open_change`` the same where positions do not begin anew; ``documents`` were compared on all ranks.
-    ``wrong_rows`` are samples whose tokens, labels or positions are not those of whole documents.
+    ``noise`` is how far a change in the last document, which no earlier one can see, moves the loss of the first:
+    arithmetic alone. ``wrong_rows`` are samples whose tokens, labels or positions are not those of whole documents.
     """
 
     change: float
     open_change: float
     documents: int
     wrong_rows: int = 0
+    noise: float = 0.0
 
     @property
     def ok(self) -> bool | None:
@@ -42,14 +44,14 @@ class Isolation:
             return False
         if not self.documents or max(self.change, self.open_change) <= _NOTHING:
             return None
-        return self.change <= max(_NOTHING, _SHARE * self.open_change)
+        return self.change <= max(_NOTHING, _TIMES * self.noise)
 
 
 def measure_isolation(session: TrainingSession, samples: IsolatedSamples | JoinedSources, ids: np.ndarray) -> Isolation:
     """Compare losses with and without a change in another document, on the samples ``ids`` of this rank. Collective.
 
-    Four forwards without gradients: two with the positions of the data, two with positions that go on over the borders,
-    which show what an open border does to this model's loss.
+    Five forwards without gradients: as it is, with another first document, with another last one; and the first two
+    with positions that go on over the borders, which show what an open border does to this model's loss.
     """
     inputs, labels = samples.batch(ids)
     wrong = sum(not samples.is_right(int(number), *_row(inputs, labels, row)) for row, number in enumerate(ids))
@@ -60,27 +62,50 @@ def measure_isolation(session: TrainingSession, samples: IsolatedSamples | Joine
     asked = [one for one in asked if (one != IGNORED).any()][:_MOST_ASKED]
     count = max(int(row[0]) for row in _gathered([len(asked)], session.ranks))
     asked += [torch.full_like(labels, IGNORED)] * (count - len(asked))
-    largest = int(inputs["input_ids"].max()) + 1
-    other = torch.where(first, inputs["input_ids"].roll(1, 1).roll(1, 0), inputs["input_ids"])
-    unequal = torch.where(other == inputs["input_ids"], (other + 1) % largest, other)
-    other = torch.where(first, unequal, inputs["input_ids"])
+    asked.append(document_labels(labels, document, 1))
+    last = (document == document.max(1, keepdim=True).values) & ~first
     length = torch.arange(positions.shape[1]).expand_as(positions)
-    changes = []
-    for places in (positions, length):
-        found = [
-            _losses(session, {"input_ids": tokens, "position_ids": places}, asked)
-            for tokens in (inputs["input_ids"], other)
-        ]
-        change = ((found[0] - found[1]).abs() / found[0].abs().clamp_min(1e-30)).nan_to_num(0.0, posinf=1.0)
-        changes.append(float(change.max()) if count else 0.0)
-    mine = sum(bool((one != IGNORED).any()) for one in asked)
+    ids_here = inputs["input_ids"]
+    found = {
+        (which, is_open): _losses(
+            session, {"input_ids": _changed(ids_here, where), "position_ids": length if is_open else positions}, asked
+        )
+        for which, where, is_open in (
+            ("none", None, False),
+            ("first", first, False),
+            ("last", last, False),
+            ("none", None, True),
+            ("first", first, True),
+        )
+    }
+    changes = [
+        _change(found["none", False][:-1], found["first", False][:-1]),
+        _change(found["none", True][:-1], found["first", True][:-1]),
+        _change(found["none", False][-1:], found["last", False][-1:]),
+    ]
+    mine = sum(bool((one != IGNORED).any()) for one in asked[:-1])
     rows = _gathered([*changes, mine if session.place.tp == session.place.pp == 0 else 0, wrong], session.ranks)
     return Isolation(
         change=max(row[0] for row in rows),
         open_change=max(row[1] for row in rows),
-        documents=int(sum(row[2] for row in rows)),
-        wrong_rows=int(max(row[3] for row in rows)),
+        noise=max(row[2] for row in rows),
+        documents=int(sum(row[3] for row in rows)),
+        wrong_rows=int(max(row[4] for row in rows)),
     )
+
+
+def _changed(ids: Tensor, where: Tensor | None) -> Tensor:
+    """Return token ids with others in the places ``where``."""
+    if where is None:
+        return ids
+    other = ids.roll(1, 1).roll(1, 0)
+    return torch.where(where, torch.where(other == ids, (other + 1) % (int(ids.max()) + 1), other), ids)
+
+
+def _change(one: Tensor, other: Tensor) -> float:
+    """Return the largest relative change of a loss."""
+    change = ((one - other).abs() / one.abs().clamp_min(1e-30)).nan_to_num(0.0, posinf=1.0)
+    return float(change.max()) if len(change) else 0.0
 
 
 def _gathered(values: list[float], ranks: Ranks) -> list[list[float]]:
