@@ -136,6 +136,14 @@ class TestMasks:
         with pytest.raises(RowProblem, match="the chat template refuses it: System role not supported"):
             marked(family("gemma"), [SYSTEM, *TURNS])
 
+    def test_a_message_of_no_weight_has_no_loss(self) -> None:
+        messages = [*TURNS[:1], {**TURNS[1], "weight": 0}, *TURNS[2:]]
+        for template in (ChatTemplate(CHATML, {}, ("<|im_end|>",)), family("chatml")):
+            assert "One.<|im_end|>" in marked(template, messages) and "«One." not in marked(template, messages)
+            assert "«Two.<|im_end|>»" in marked(template, messages)
+        with pytest.raises(RowProblem, match=r"the weight of message 2 is 0\.5; it is 0"):
+            conversation([TURNS[0], {**TURNS[1], "weight": 0.5}])
+
     def test_a_token_that_straddles_the_border_belongs_to_the_prompt(self) -> None:
         rendered = prompt_and_completion(Document("row", text="ab", completion="cd"), "completion")
         assert [mark & 1 for mark in marks(rendered, [(0, 1), (1, 3), (3, 4)])] == [0, 0, 1]
@@ -257,6 +265,33 @@ class TestCorpus:
         monkeypatch.setattr(encode, "_WORTH_WORKERS", 1)
         two = self.prepare(tmp_path, rows, loss_on="assistant")
         assert one.folder != two.folder and one.train.content == two.train.content
+
+    def test_special_tokens_in_a_file_of_their_own_and_an_end_of_many_tokens(self, tmp_path: Path) -> None:
+        import tokenizers
+
+        built = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(
+            special_tokens=["<end>"], show_progress=False, initial_alphabet=alphabet
+        )
+        built.train_from_iterator(["a"], trainer)
+        folder = tmp_path / "tokenizer"
+        folder.mkdir()
+        built.save(str(folder / "tokenizer.json"))
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+        lines: list[str] = []
+        corpus = self.prepare(tmp_path, [{"messages": TURNS}], lines, tokenizer=str(folder))
+        assert corpus.separator == built.token_to_id("<end>")
+        assert any("<|im_end|>, which ends a turn of this chat template, is 10 tokens" in line for line in lines)
+        template = tmp_path / "own.jinja"
+        template.write_text(CHATML.replace("'<|im_end|>'", "eos_token"))
+        lines.clear()
+        corpus = self.prepare(
+            tmp_path, [{"messages": TURNS}], lines, tokenizer=str(folder), chat_template=str(template)
+        )
+        assert corpus.train.tokens[corpus.train.marks & 1 == 1][-1] == corpus.separator
+        assert not any("im_end" in line for line in lines)
 
     def test_csv_parquet_and_saved_rows_are_the_same(self, tmp_path: Path) -> None:
         import datasets

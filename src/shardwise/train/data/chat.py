@@ -110,7 +110,7 @@ class ChatTemplate:
             messages = read
             text, marked = self._rendered(messages, tools, False)
         turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
-        chosen = _chosen(turns, loss_on, document.trained_from)
+        chosen = _chosen(turns, loss_on, document)
         rest: list[int] = []
         if self.marks_generation:
             if len(marked) != len(turns) and chosen != set(turns):
@@ -213,13 +213,12 @@ def _others(
     return found
 
 
-def _chosen(turns: Sequence[int], loss_on: LossOn, trained_from: int) -> set[int]:
-    """Return the assistant's turns that have a loss."""
-    if loss_on == "last":
-        return set(turns[-1:])
+def _chosen(turns: Sequence[int], loss_on: LossOn, document: Document) -> set[int]:
+    """Return the assistant's turns that have a loss; a message with ``weight`` 0 has none (OpenAI's format)."""
+    chosen = turns[-1:] if loss_on == "last" else turns
     if loss_on == "completion":
-        return {turn for turn in turns if turn >= trained_from}
-    return set(turns)
+        chosen = [turn for turn in turns if turn >= document.trained_from]
+    return {turn for turn in chosen if document.messages[turn].get("weight", 1) != 0}
 
 
 def prompt_and_completion(document: Document, loss_on: LossOn) -> Rendered:

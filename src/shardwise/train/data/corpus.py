@@ -319,6 +319,11 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
     encoder = Encoder(
         table.tokenizer, kinds.pop() if len(kinds) == 1 else "messages", table.chat_template, table.loss_on
     )
+    if encoder.marked and (length := encoder.parts_of_end()) > 1:
+        log(
+            f"<|im_end|>, which ends a turn of this chat template, is {length} tokens of data.tokenizer "
+            f"'{table.tokenizer}', and none that generation stops at; a template of the model's own may suit it better"
+        )
     bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
         sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]

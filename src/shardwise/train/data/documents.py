@@ -188,6 +188,8 @@ def _message(one: Any, number: int) -> Message:
         content = "".join(map(str, parts))
     if content is not None and not isinstance(content, str):
         raise RowProblem(f"the content of message {number} is {type(content).__name__}, not text")
+    if message.get("weight", 1) not in (0, 1):
+        raise RowProblem(f"the weight of message {number} is {message['weight']!r:.20}; it is 0 (no loss) or 1")
     if not (content or "").strip() and not message.get("tool_calls"):
         raise RowProblem(f"message {number}, the {role}'s, is empty; remove the turn or the row")
     return {**message, "role": role, "content": content if content is not None else ""}

@@ -63,6 +63,14 @@ class Encoder:
         """True if the loss leaves tokens out."""
         return self.kind != "text" or self.beside_marked
 
+    def parts_of_end(self) -> int:
+        """Return how many tokens ChatML's end of a turn is; 1 where the template does not use it, or for ``bytes``."""
+        if self.kind in ("text", "completion") or self.tokenizer_name == "bytes":
+            return 1
+        if "<|im_end|>" not in self.template.template:
+            return 1
+        return len(next(iter(self.tokenizer.encode(["<|im_end|>"]))))
+
     @property
     def loss(self) -> LossOn:
         """The parts of a conversation with a loss."""

@@ -84,7 +84,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             lambda ids: bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace"),
         )
     path = Path(name).expanduser()
-    file, settings = (path / "tokenizer.json" if path.is_dir() else path), path / "tokenizer_config.json"
+    file = path / "tokenizer.json" if path.is_dir() else path
     library = need("tokenizers" if file.is_file() else "transformers")
     end: Any = None
     try:
@@ -94,8 +94,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             fast.no_padding()
             fast.post_processor = None  # it adds special tokens, and may leave white space out of offsets
             vocab = fast.get_vocab(with_added_tokens=True)
-            if settings.is_file():
-                end = json.loads(settings.read_text()).get("eos_token")
+            end = _settings(path).get("eos_token")
         else:
             slow = library.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
             vocab, end = slow.get_vocab(), slow.eos_token
@@ -159,9 +158,7 @@ def _template(name: str, given: str | None, end: str) -> ChatTemplate:
     file, special = template_file(name, given), dict[str, str]()
     where = f"data.chat_template '{given}'" if given is not None else f"the chat template of data.tokenizer '{name}'"
     folder = None if name == "bytes" else Path(name).expanduser()
-    settings: dict[str, Any] = {}
-    if folder is not None and (folder / "tokenizer_config.json").is_file():
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = {} if folder is None else _settings(folder)
     own: Any = settings.get("chat_template")
     if isinstance(own, list):  # named templates
         named = {one.get("name"): one.get("template") for one in own if isinstance(one, dict)}
@@ -185,6 +182,15 @@ def _template(name: str, given: str | None, end: str) -> ChatTemplate:
     special.setdefault("bos_token", "")
     ends = (end, special["eos_token"], *_added(folder, settings), "<|im_end|>")
     return ChatTemplate(text, special, tuple(dict.fromkeys(word for word in ends if word)))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return a folder's settings of its tokenizer; older ones keep the special tokens in a file of their own."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            found |= json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
 
 
 def _added(folder: Path | None, settings: dict[str, Any]) -> list[str]:
