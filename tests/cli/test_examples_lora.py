@@ -39,13 +39,13 @@ def before(small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_an_example_learns(name: str, small_base: Path, before: float, tmp_path: Path) -> None:
     frozen = digest(small_base)
-    found = run(f"{name}.toml", small_base, tmp_path, "train.steps=24", "optimizer.warmup_steps=4", "optimizer.lr=3e-3")
+    found = run(f"{name}.toml", small_base, tmp_path, "train.steps=36", "optimizer.warmup_steps=4", "optimizer.lr=3e-3")
     assert found["strategy"] == f"fsdp+{name}"
     assert found["receipts"]["effects"]["ok"], found["receipts"]
     assert found["receipts"]["fit"]["ok"], found["receipts"]
     assert found["heldout_bits_per_byte"] < before - 0.02, (found["heldout_bits_per_byte"], before)
     assert digest(small_base) == frozen
-    manifest = json.loads((tmp_path / "checkpoints" / "step-00000024" / "manifest.json").read_text())
+    manifest = json.loads((tmp_path / "checkpoints" / "step-00000036" / "manifest.json").read_text())
     assert manifest["model"]["base"]["weights"] == str(small_base)
     trained = {key for key in manifest["tensors"] if key.startswith("model/")}
     assert len(trained) == 2 * 7 * 4

@@ -76,8 +76,7 @@ def test_weights_from_safetensors(tmp_path: Path, strategy: str) -> None:
 
     from shardwise.train.config import read_config
     from shardwise.train.data.corpus import prepare_corpus
-    from shardwise.train.data.order import Order
-    from shardwise.train.data.samples import samples_for
+    from shardwise.train.data.samples import order_for, samples_for
     from shardwise.train.loss import token_loss_sum
 
     facts = LlamaConfig(
@@ -95,8 +94,8 @@ def test_weights_from_safetensors(tmp_path: Path, strategy: str) -> None:
     configs.train(path, "--strategy", strategy)
     config = read_config(path)
     corpus = prepare_corpus(config.data, tmp_path / "run" / "data", lambda text: None)
-    samples = samples_for(corpus.train, config.data, corpus.separator)
-    inputs, labels = samples.batch(Order(len(samples), config.train.seed, shuffle=True).ids(0, 8))
+    samples = samples_for(corpus, config)
+    inputs, labels = samples.batch(order_for(samples, config).ids(0, 8))
     with torch.no_grad():
-        expected = float(token_loss_sum(model(inputs), labels) / (labels != -100).sum())
+        expected = float(token_loss_sum(model(**inputs), labels) / (labels != -100).sum())
     assert abs(float(configs.losses(tmp_path)[1]) - expected) < 1e-5

@@ -151,15 +151,16 @@ def test_options_that_cannot_be_had_are_refused() -> None:
     check_options(plan_with("fsdp", 2, prefetch=3))
 
 
-def test_a_machine_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_said() -> None:
     import torch._inductor.config
     from torch._inductor import cpp_builder
 
     check_options(plan_with("ddp", 1, compile=True))
     cpp_builder.cpp_compiler_search.cache_clear()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(PlanError, match=r"none works here \(tried: no-such-compiler\); install g\+\+, or set"):
+    none = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})  # pytest's own would remove the key
+    with none, pytest.raises(PlanError, match=r"none works here \(tried: no-such-compiler\); install g\+\+, or set"):
         check_options(plan_with("ddp", 1, compile=True))
+    cpp_builder.cpp_compiler_search.cache_clear()
     with pytest.raises(PlanError, match="needs Triton"):
         check_options(plan_with("ddp", 1, compile=True, device="cuda"))
 
