@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardwise.train.config import Config, read_config
+from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import prepare_corpus
 from shardwise.train.data.data_receipt import data_receipt
 from shardwise.train.data.order import BLOCK, MixtureOrder, block_counts, rank_ids
@@ -107,6 +108,17 @@ class TestConfig:
         assert any(line.startswith("notes: 25.00% of the stream") for line in receipt.lines())
         held = samples_for(corpus, config, heldout=True)
         assert len(held) >= 2  # each source keeps some
+
+    def test_text_beside_completions_needs_no_template(self, tmp_path: Path) -> None:
+        (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+        (tmp_path / "note.txt").write_text("one two three")
+        sources = [{"path": str(tmp_path / name)} for name in ("pairs.jsonl", "note.txt")]
+        table = DataTable.model_validate({"sources": sources, "seq_len": 16, "heldout_fraction": 0.0})
+        corpus = prepare_corpus(table, tmp_path / "cache", lambda line: None)
+        assert [mark & 1 for mark in corpus.train.marks][:5] == [0, 0, 0, 0, 1] and corpus.train.roles()["text"] == (
+            14,
+            14,
+        )
 
     def test_without_weights_an_epoch_has_every_sample_once(self, tmp_path: Path) -> None:
         config = self.config(tmp_path, [None, None])

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardwise.errors import DataError, MachineError, UserError
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import ROLES
-from shardwise.train.data.documents import Columns, Document
+from shardwise.train.data.documents import Columns, Document, Kind
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
 from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, DataSource, find_source
 from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
@@ -315,15 +315,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
     for one, columns in zip(readings, known, strict=True):
         if columns.kind != "text":
             log(f"rows {f'of {one.name} ' if one.name else ''}are {columns}")
-    kinds = {one.kind for one in known}
-    encoder = Encoder(
-        table.tokenizer, kinds.pop() if len(kinds) == 1 else "messages", table.chat_template, table.loss_on
-    )
-    if encoder.marked and (length := encoder.parts_of_end()) > 1:
-        log(
-            f"<|im_end|>, which ends a turn of this chat template, is {length} tokens of data.tokenizer "
-            f"'{table.tokenizer}', and none that generation stops at; a template of the model's own may suit it better"
-        )
+    encoder = _encoder(table, {one.kind for one in known}, log)
     bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
         sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]
@@ -371,6 +363,18 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
         "left_out": left_out,
         "left_out_first": [*bad.told, *building.silent][:MOST_PROBLEMS],
     }
+
+
+def _encoder(table: DataTable, kinds: set[Kind], log: _Say) -> Encoder:
+    """Return what encodes rows of these kinds; a template whose turns end in no token of their own is reported."""
+    kind = next(iter(kinds)) if len(kinds) == 1 else "messages"
+    encoder = Encoder(table.tokenizer, kind, table.chat_template, table.loss_on)
+    if kinds & {"messages", "instruction"} and (length := encoder.parts_of_end()) > 1:
+        log(
+            f"<|im_end|>, which ends a turn of this chat template, is {length} tokens of data.tokenizer "
+            f"'{table.tokenizer}', and none that generation stops at; a template of the model's own may suit it better"
+        )
+    return encoder
 
 
 def _read(
