@@ -204,9 +204,6 @@ class Corpus:
         inputs, labels = zip(*(rows[index] for index in ids), strict=True)
         return torch.stack(inputs), torch.stack(labels)
 
-    def label_count(self, num_samples: int | None) -> int:
-        return int((self.batch(np.arange(7))[1] != -100).sum())
-
     def label_bytes(self, num_samples: int | None) -> float:
         return 100.0
 

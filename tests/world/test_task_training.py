@@ -43,7 +43,8 @@ def train_here(texts: list[str], stop_after: int | None = None) -> list[Found]:
         heldout: dict[str, float] = {}
         try:
             run = TrainingRun(job.config, job.plan, open_data(job.corpus), session, _Silent())
-            heldout = run.train().heldout
+            evaluation = run.train().evaluation
+            heldout = {} if evaluation is None else evaluation.labels()
         except Interrupted:
             pass
         session.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,15 +85,14 @@ class ProgressReporter:
 
     def evaluated(self, number: int, found: Evaluation) -> None:
         """Print the result of an evaluation."""
+        if not found.is_of_text:
+            self.console.print(f"held out after step {number}: {label_metrics(found.labels())}", markup=False)
+            return
         parts = [f"loss {found.loss:.4f}", f"perplexity {found.perplexity:.4g}"]
-        parts += [f"{found.bits_per_byte:.4f} bits per byte"] if math.isfinite(found.bits_per_byte) else []
+        parts.append(f"{found.bits_per_byte:.4f} bits per byte")
         parts += [f"{name} {value:.4g}" for name, value in found.metrics.items()]
         parts += [f"{name} {loss:.4f}" for name, loss in found.sources.items()]
         self.console.print(f"held out after step {number}: {', '.join(parts)}", markup=False)
-
-    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
-        """Print the result of an evaluation of labels."""
-        self.console.print(f"held out after step {number}: {label_metrics(found)}")
 
     def end(self) -> None:
         """Close the bar."""
@@ -106,8 +104,8 @@ class ProgressReporter:
         """Print the end of a run: held-out result against its baselines, then the receipts."""
         if outcome.best is not None and outcome.best.value is not None:
             self.console.print(f"best: {outcome.best}; its checkpoint is kept", markup=False)
-        if outcome.heldout:
-            self.console.print(f"held out: [bold]{label_metrics(outcome.heldout)}[/]")
+        if outcome.evaluation is not None and not outcome.evaluation.is_of_text:
+            self.console.print(f"held out: [bold]{label_metrics(outcome.evaluation.labels())}[/]")
         elif outcome.evaluation is not None and isinstance(corpus, Corpus) and corpus.order1_bits:
             bits = outcome.evaluation.bits_per_byte
             verdict = "under" if bits < corpus.order1_bits else "over"

@@ -119,7 +119,7 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "heldout_loss": finite(None if found is None else found.loss),
         "evaluation": None if found is None else {name: finite(value) for name, value in found.line().items()},
         "best": None if outcome.best is None else outcome.best.state(),
-        **({"heldout": {name: finite(value) for name, value in outcome.heldout.items()}} if outcome.heldout else {}),
+        **({} if found is None or found.is_of_text else {"heldout": found.labels()}),
         "strategy": job.plan.strategy,
         "step_time_s": step_time,
         "timing": None if timing is None else timing.model_dump(mode="json"),

@@ -19,9 +19,10 @@ from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.data.samples import JoinedSources, NumberedSamples, on_device
-from shardwise.train.loss import full_logits, token_loss_sum
+from shardwise.train.loss import IGNORED, count_labels, full_logits, token_loss_sum
 from shardwise.train.session import Session
 
+LossSum = Callable[[Any, Any], torch.Tensor]
 Metric = Callable[[Any, torch.Tensor], tuple[Any, Any]]
 """Outputs and labels of a micro batch to a sum and the number of its terms."""
 
@@ -40,6 +41,16 @@ class Evaluation:
     sources: dict[str, float] = field(default_factory=dict)
 
     @property
+    def is_of_text(self) -> bool:
+        """Whether the loss is the cross-entropy of text; else it is that of labels, or one of the user's own."""
+        return math.isfinite(self.bits_per_byte)
+
+    def labels(self) -> dict[str, float]:
+        """Return the loss and what else was measured of labels, by plain names."""
+        line = self.line()
+        return {name.removeprefix("heldout_"): line[name] for name in line}
+
+    @property
     def perplexity(self) -> float:
         """Exponential of the loss; infinite where that is too large."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
@@ -56,23 +67,18 @@ class Evaluation:
             raise ConfigError(f"train.best_metric '{name}' is not measured; known are {', '.join(known)}")
         return known[name]
 
-    @classmethod
-    def of_labels(cls, found: dict[str, float]) -> Evaluation:
-        """Return the evaluation of a task with labels: its loss, and its other measures by their logged names."""
-        others = {f"heldout_{name}": value for name, value in found.items() if name != "loss"}
-        return cls(found["loss"], math.nan, others)
-
     def line(self) -> dict[str, Any]:
         """Return what is logged."""
-        if math.isnan(self.bits_per_byte):  # of labels, not of text
-            return {"heldout_loss": self.loss, **self.metrics}
+        measured = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        if not self.is_of_text:
+            return {"heldout_loss": self.loss, **measured}
         found: dict[str, Any] = {
             "heldout_bits_per_byte": self.bits_per_byte,
             "heldout_loss": self.loss,
             "heldout_perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
         }
         found |= {f"heldout_loss/{source}": loss for source, loss in self.sources.items()}
-        return found | self.metrics
+        return found | measured
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
@@ -97,6 +103,8 @@ def evaluate(
     batch: int,
     metrics: dict[str, Metric] | None = None,
     tick: Callable[[float], None] | None = None,
+    *,
+    loss_sum: LossSum = token_loss_sum,
 ) -> Evaluation | None:
     """Evaluate the first ``limit`` samples (0: all) of each source.
 
@@ -117,7 +125,7 @@ def evaluate(
             if tick is not None:
                 tick((before + share * size) / sum(counts.values()))
 
-        sums[name] = _sums(session, part, counts[name], batch, metrics or {}, told)
+        sums[name] = _sums(session, part, counts[name], batch, metrics or {}, told, loss_sum)
         done += counts[name]
         if session.stopped:
             break
@@ -125,20 +133,33 @@ def evaluate(
     reshard(module)
     if session.stopped:
         return None
-    labels = {name: part.label_count(counts[name]) for name, part in parts.items()}
     total = sum(sums.values())
     assert isinstance(total, torch.Tensor)
-    num_bytes = sum(part.label_bytes(counts[name]) for name, part in parts.items())
-    means = {
-        name: float(total[1 + 2 * i] / total[2 + 2 * i]) if total[2 + 2 * i] else math.nan
-        for i, name in enumerate(metrics or {})
-    }
+    usual = loss_sum is token_loss_sum
+    num_bytes = sum(part.label_bytes(counts[name]) for name, part in parts.items()) if usual else 0
     return Evaluation(
-        loss=float(total[0]) / max(1, sum(labels.values())),
+        loss=_mean(total, 0),
         bits_per_byte=float(total[0]) / math.log(2) / num_bytes if num_bytes else math.nan,
-        metrics=means,
-        sources={name: float(sums[name][0]) / max(1, labels[name]) for name in parts if name},
+        metrics={name: _mean(total, number) for number, name in enumerate(metrics or {}, 1)},
+        sources={name: _mean(sums[name], 0) for name in parts if name},
     )
+
+
+def _mean(sums: torch.Tensor, number: int) -> float:
+    """Return a sum over the number of its terms; not a number without any."""
+    total, terms = sums[2 * number : 2 * number + 2].tolist()
+    return float(total / terms) if terms else math.nan
+
+
+def accuracy(outputs: Any, labels: torch.Tensor) -> tuple[Any, Any]:
+    """Count labels with the largest output, and all that are compared: none if outputs are not logits of classes."""
+    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        return 0, 0
+    if logits.shape[:-1] != labels.shape:
+        return 0, 0
+    counts = labels != IGNORED
+    return ((logits.argmax(-1) == labels) & counts).sum(), counts.sum()
 
 
 def _with_full_logits(outputs: Any) -> Any:
@@ -160,23 +181,24 @@ def _sums(
     batch: int,
     metrics: dict[str, Metric],
     tick: Callable[[float], None],
+    loss_sum: LossSum,
 ) -> torch.Tensor:
-    """Return the loss summed over all ranks, then sum and count of each metric; float64 [1 + 2 × metrics]."""
+    """Return sum and number of terms of the loss, then of each metric, over all ranks; float64 [2 + 2 × metrics]."""
     dims, place, pipeline = session.plan.dims, session.place, session.applied.pipeline
     rounds = math.ceil(number / (batch * dims.dp))
     ids = np.full(rounds * dims.dp * batch, -1, dtype=np.int64)
     ids[:number] = np.arange(number)
     share = ids.reshape(rounds, dims.dp, batch)[:, place.dp]
-    total = torch.zeros(1 + 2 * len(metrics), dtype=torch.float64, device=session.device)
+    total = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64, device=session.device)
 
     def measured(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
         given = _with_full_logits(outputs) if metrics else outputs
-        for index, metric in enumerate(metrics.values()):
-            value, terms = metric(given, labels)
-            if place.tp == 0:  # the others of its group have the same
-                total[1 + 2 * index] += float(value)
-                total[2 + 2 * index] += float(terms)
-        return token_loss_sum(outputs, labels)
+        found = [pair for metric in metrics.values() for pair in metric(given, labels)]
+        if place.tp == 0:  # the others of its group have the same
+            total[1:] += torch.tensor(
+                [count_labels(labels), *map(float, found)], dtype=total.dtype, device=total.device
+            )
+        return loss_sum(outputs, labels)
 
     with torch.no_grad():
         for index, row in enumerate(share):

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.train.best import Best
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.samples import NumberedSamples
-from shardwise.train.evaluate import Evaluation, evaluate, load_metrics
+from shardwise.train.evaluate import Evaluation, Metric, accuracy, evaluate, load_metrics
 from shardwise.train.generate import Generator
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.run_interface import Reporter
 from shardwise.train.session import Session
-from shardwise.train.tasks.evaluate_labels import evaluate_labels
 from shardwise.train.tasks.own_loss import loss_of
 from shardwise.train.tasks.registry import TaskData, samples_of
 
@@ -23,8 +21,8 @@ from shardwise.train.tasks.registry import TaskData, samples_of
 class Evaluator:
     """Evaluates a run on its held-out samples.
 
-    ``evaluation`` is the last result, ``heldout_labels`` that of a task with labels, ``best`` the best one by
-    ``train.best_metric``; ``by_labels`` tells such a task, or a loss of one's own.
+    ``evaluation`` is the last result, ``best`` the best one by ``train.best_metric``; ``by_labels`` tells a task whose
+    labels are classes, or a loss of the user's own.
     """
 
     def __init__(self, config: Config, data: TaskData, session: Session, reporter: Reporter) -> None:
@@ -34,12 +32,13 @@ class Evaluator:
         self.heldout: NumberedSamples | None = None
         if data.heldout is not None:
             self.heldout = samples_of(data, config, heldout=True)
-        self.metrics = load_metrics(config.train.metrics)
+        self.metrics: dict[str, Metric] = (
+            {"heldout_accuracy": accuracy} if self.by_labels else load_metrics(config.train.metrics)
+        )
         train = config.train
         self.generator = Generator(config, data.kind) if train.generate and isinstance(data, Corpus) else None
         self.best = None if train.best_metric is None else Best(train.best_metric, train.best_is)
         self.evaluation: Evaluation | None = None
-        self.heldout_labels: dict[str, float] = {}
 
     def run(self, metrics: MetricsFile | None, batch: int, *, averaged: bool = False) -> bool:
         """Evaluate, and return whether that is the best so far. Collective.
@@ -50,17 +49,15 @@ class Evaluator:
             return False
         step, tick = self.session.steps_done, self.reporter.evaluating if self.session.ranks.is_main else None
         self.session.phase = "evaluation"
-        found = self._measured(self.heldout, batch, tick)
+        limit = self.config.train.eval_samples
+        found = evaluate(self.session, self.heldout, limit, batch, self.metrics, tick, loss_sum=self.loss_sum)
         self.session.phase = "other"
         if found is None:
             return False
         self.evaluation = found
         if metrics is not None:
             metrics.write(step=step, **found.line())
-            if self.by_labels:
-                self.reporter.evaluated_labels(step, self.heldout_labels)
-            else:
-                self.reporter.evaluated(step, found)
+            self.reporter.evaluated(step, found)
         self._generate()
         return self.best is not None and not averaged and self.best.is_better(found, step)
 
@@ -72,17 +69,6 @@ class Evaluator:
         if self.session.ranks.is_main:
             self.reporter.log(f"early stopping: {self.best} was not bettered in {patience} evaluations")
         return True
-
-    def _measured(
-        self, heldout: NumberedSamples, batch: int, tick: Callable[[float], None] | None
-    ) -> Evaluation | None:
-        """Evaluate by the task's own measures; ``None`` if the run is to stop."""
-        limit = self.config.train.eval_samples
-        if not self.by_labels:
-            return evaluate(self.session, heldout, limit, batch, self.metrics, tick)
-        found = evaluate_labels(self.session, heldout, self.loss_sum, limit, batch, tick)
-        self.heldout_labels = found or {}
-        return None if found is None else Evaluation.of_labels(found)
 
     def _generate(self) -> None:
         """Let the model continue the prompts of ``train.generate``, and keep what it writes."""

@@ -153,9 +153,7 @@ class TrainingRun:
                 "the same command resumes from there"
             )
         found = self.evaluator
-        return Outcome(
-            self.session.steps_done, self.tokens, self.last_loss, found.evaluation, found.best, found.heldout_labels
-        )
+        return Outcome(self.session.steps_done, self.tokens, self.last_loss, found.evaluation, found.best)
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""

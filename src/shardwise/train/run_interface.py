@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardwise.train.best import Best
@@ -29,9 +29,6 @@ class Reporter(Protocol):
 
     def evaluated(self, number: int, found: Evaluation) -> None:
         """Report a finished evaluation."""
-
-    def evaluated_labels(self, number: int, found: dict[str, float]) -> None:
-        """Report a finished evaluation of a task other than causal language modelling."""
 
     def end(self) -> None:
         """Stop reporting: there are no more steps."""
@@ -62,14 +59,13 @@ class RunCallback(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. ``loss`` is the last step's; ``heldout`` are held-out metrics of a task with labels."""
+    """Outcome of a run. ``loss`` is the last step's."""
 
     steps: int
     tokens: int
     loss: float
     evaluation: Evaluation | None
     best: Best | None = None
-    heldout: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,6 @@ class NumberedSamples(Protocol):
         """
         ...
 
-    def label_count(self, num_samples: int | None) -> int:
-        """Return the number of labels of the first ``num_samples`` samples; ``None`` is all samples."""
-        ...
-
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the text behind the labels of the first ``num_samples`` samples.
 
@@ -361,10 +357,6 @@ class JoinedSources:
             source = int(self.source_of(number)) if number >= 0 else 0
             rows.append(self.parts[source].batch(np.array([number - self._firsts[source] if number >= 0 else -1])))
         return _pytree.tree_map(lambda *parts: torch.cat(parts), *rows)
-
-    def label_count(self, num_samples: int | None) -> int:
-        """Return the number of labels of the first samples."""
-        return sum(part.label_count(count) for part, count in self._each(num_samples))
 
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the first samples' labels."""

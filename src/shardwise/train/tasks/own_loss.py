@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 from shardwise.errors import UserError
 from shardwise.import_object import load_object
 from shardwise.train.config import Config
+from shardwise.train.evaluate import LossSum
 from shardwise.train.loss import count_labels, token_loss_sum
-
-LossSum = Callable[[Any, Any], Tensor]
 
 
 def loss_of(config: Config) -> LossSum:

@@ -136,12 +136,6 @@ class RowSamples:
         """Return inputs and labels; id -1 is an empty sample, without labels."""
         return self.make(self.rows.rows(ids))
 
-    def label_count(self, num_samples: int | None) -> int:
-        """Return the number of labels of the first samples."""
-        number = len(self) if num_samples is None else min(num_samples, len(self))
-        ids = np.arange(number, dtype=np.int64)
-        return sum(int((self.batch(part)[1] != IGNORED).sum()) for part in np.array_split(ids, -(-number // 256) or 1))
-
     def label_bytes(self, num_samples: int | None) -> float:
         """Return 0: labels that are no text have no bytes."""
         return 0.0
