@@ -14,15 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise import environment
 from shardwise.launch import fork_server
 from tests import kept
 from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
 
-PYTESTS_OWN = "PYTEST_CURRENT_TEST"
-TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"  # torch sets it when its compiler is first imported
-ACCELERATES_OWN = "PYTORCH_NVML_BASED_CUDA_CHECK"  # transformers imports accelerate where it is, and that sets it
 SERVERS = (
     "multiprocessing.forkserver",
     "multiprocessing.resource_tracker",
@@ -56,16 +54,22 @@ def leaves_the_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} - {
-        PYTESTS_OWN,
-        TORCHS_OWN,
-        ACCELERATES_OWN,
-    }
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    names -= environment.SET_BY_LIBRARIES.keys()
     for name in names:  # the next test is not to suffer
         os.environ.pop(name, None)
         os.environ.update({name: before[name]} if name in before else {})
     if names:
         pytest.fail(f"environment variables changed: {', '.join(sorted(names))}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_no_fork_server_of_another_environment() -> Iterator[None]:
+    """Stop the server of a file that started it with variables of its own; none of the next file's ranks would suit."""
+    yield
+    server = fork_server.running()
+    if server is not None and not server.suits(environment.snapshot()):
+        fork_server.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,15 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _THREADS = "OMP_NUM_THREADS"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_LATE = (  # set at run time by torch's compiler, accelerate and pytest; no import reads them
-    "TORCHINDUCTOR_CACHE_DIR",
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
-    "PYTEST_CURRENT_TEST",
-)
+SET_BY_LIBRARIES = {
+    "TORCHINDUCTOR_CACHE_DIR": "torch's compiler",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "accelerate",
+    "KMP_DUPLICATE_LIB_OK": "scikit-learn",
+    "KMP_INIT_AT_FORK": "scikit-learn",
+    "PYTEST_CURRENT_TEST": "pytest",
+}
+"""Variables that libraries set when they are imported, and who does; each import sets them anew, and no other one reads
+them, so a rank may be forked from a process that lacks them."""
 _HISTORY = "SHARDWISE_HISTORY"
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest existing level
@@ -215,7 +219,7 @@ def one_thread(env: dict[str, str]) -> dict[str, str]:
 
 def same_but_for_rank(env: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two environments differ only in the variables of `rank_environment`."""
-    mine = {*_RENDEZVOUS, _ERROR_FILE, _PARENT_FD, _AGENT_STORE, _THREADS, _ALLOCATOR[0], _INTERFACE, *_LATE}
+    mine = {*_RENDEZVOUS, _ERROR_FILE, _PARENT_FD, _AGENT_STORE, _THREADS, _ALLOCATOR[0], _INTERFACE, *SET_BY_LIBRARIES}
     return all(env.get(name) == other.get(name) for name in {*env, *other} - mine)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise import environment
 from shardwise.errors import RankError
 from shardwise.launch import fork_server
 from shardwise.launch.local import run_local
@@ -117,6 +118,14 @@ def test_another_environment_is_started_anew(
     monkeypatch.setattr(server, "_socket", None)  # it is not even asked
     found, _, _ = said(folder)
     assert found["environment"]["HF_HOME"] == str(folder)
+
+
+def test_what_libraries_set_at_import_does_not_prevent_a_fork(
+    server: fork_server.ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in environment.SET_BY_LIBRARIES:
+        monkeypatch.setenv(name, "1")
+    assert server.suits(environment.snapshot())
 
 
 def test_other_programs_are_started_anew(server: fork_server.ForkServer) -> None:

@@ -50,7 +50,7 @@ def text_of(corpus: Corpus) -> str:
 def test_a_named_text_column_is_another_corpus_than_messages_beside_it(tmp_path: Path) -> None:
     path = lines(tmp_path / "rows.jsonl", [chat("q", f"a{i}") | {"text": f"text {i}"} for i in range(4)])
     assert prepared(tmp_path, path=path).kind == "messages"
-    assert prepared(tmp_path, path=path, text_field="text").kind == "text"
+    assert prepared(tmp_path, path=path, text_field="text", chat_template=None).kind == "text"
 
 
 def test_a_part_that_the_first_row_lacks_is_read_from_later_rows(tmp_path: Path) -> None:
@@ -170,7 +170,9 @@ def test_a_source_answers_for_its_own_rows_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["text", "messages"])
 def test_labels_masked_at_borders_are_not_counted(tmp_path: Path, kind: str) -> None:
     rows = [{"text": f"abc{i}"} if kind == "text" else chat("q", f"a{i}") for i in range(7)]
-    corpus = prepared(tmp_path, path=lines(tmp_path / "rows.jsonl", rows), loss_on="all")
+    template = None if kind == "text" else "chatml"
+    path = lines(tmp_path / "rows.jsonl", rows)
+    corpus = prepared(tmp_path, path=path, loss_on="all", chat_template=template)
     samples = PackedSamples(corpus.train, 16, corpus.separator, mask_borders=True)
     for count in (0, 1, 2, len(samples)):
         labels = samples.batch(np.arange(count))[1]

@@ -104,6 +104,10 @@ class ForkServer:
         """Process id of the server."""
         return self._process.pid
 
+    def suits(self, env: dict[str, str]) -> bool:
+        """Return whether ranks with this environment may be forked: it differs only in the rank's own variables."""
+        return environment.same_but_for_rank(env, self._environment)
+
     def preload(self, modules: Sequence[str]) -> None:
         """Import more modules before the next rank; failing imports are left to the rank."""
         with contextlib.suppress(OSError):
@@ -117,7 +121,7 @@ class ForkServer:
         differs in more than the rank's variables, or the command is another program, the result is ``None``, and the
         rank must be started as a new process.
         """
-        if list(command[:2]) != [sys.executable, "-m"] or not environment.same_but_for_rank(env, self._environment):
+        if list(command[:2]) != [sys.executable, "-m"] or not self.suits(env):
             return None
         request = {"module": command[2], "words": list(command[3:]), "env": env, "folder": str(Path.cwd())}
         files = [1 if output is None else output, 2 if output is None else output, parent_fd]

@@ -355,6 +355,10 @@ class Config(Table):
                 f"'lora' does nothing under the strategy {named}; name one with +lora or +qlora, such as fsdp+qlora, "
                 "or remove the table"
             )
+        if self.train.export == "peft" and kind == "none":
+            problems.append(f"'train.export' is peft, and {named} has no adapters to write; use hf, or +lora")
+        if self.train.export is not None and self.model.config is None:
+            problems.append("'train.export' needs model.config, which transformers builds the model from; remove it")
         if kind == "lora" and (moot := [key for key in ("quant_type", "double_quant") if key in given]):
             problems.append(f"'lora.{moot[0]}' does nothing without +qlora; remove it")
         if kind != "none" and self.model.freeze:

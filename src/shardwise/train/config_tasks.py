@@ -100,6 +100,8 @@ def refuse_other_tasks(config: Any, verb: str) -> None:
 def _other_problems(config: Any, task: TaskName) -> list[str]:
     """Why the strategy or the loss chunks are for causal language models only."""
     problems = []
+    if config.train.export is not None:
+        problems.append(f"'train.export' is for causal-lm, and the task is {task}; use shardwise checkpoint convert")
     if config.train.loss_chunks > 1:
         problems.append(f"'train.loss_chunks' is for causal-lm, and the task is {task}; remove it")
     strategy = _strategy(config.parallel.strategy)

@@ -33,6 +33,7 @@ from shardwise.units import bytes_text, count_text, counted, seconds_text
 _LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
+_PLAIN = {"loss_on": ("auto", "all"), "chat_template": (None,)}  # values that say nothing against plain text
 _Say = Callable[[str], None]
 
 
@@ -367,6 +368,11 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
 
 def _encoder(table: DataTable, kinds: set[Kind], log: _Say) -> Encoder:
     """Return what encodes rows of these kinds; a template whose turns end in no token of their own is reported."""
+    if kinds == {"text"} and (moot := [key for key, plain in _PLAIN.items() if getattr(table, key) not in plain]):
+        raise DataError(
+            f"data.{moot[0]} '{getattr(table, moot[0])}' does nothing for plain text, of which every token has a loss; "
+            "remove it, or name the columns of conversations in data.columns"
+        )
     kind = next(iter(kinds)) if len(kinds) == 1 else "messages"
     encoder = Encoder(table.tokenizer, kind, table.chat_template, table.loss_on)
     if kinds & {"messages", "instruction"} and (length := encoder.parts_of_end()) > 1:

@@ -93,13 +93,24 @@ def columns_of(known: Sequence[str], text_field: str | None, given: Mapping[str,
         for kind, needed in NEEDS.items():
             parts = [*needed, *(part for part in _OPTIONAL.get(kind, ()) if part in found)]
             if all(part in found for part in needed):
-                return Columns(kind, {part: found[part] for part in parts})
+                return _of(kind, {part: found[part] for part in parts}, given, where)
     field = text_field or "text"
     if field not in known:
         hint, has = did_you_mean(field, known), ", ".join(known)
         other = "" if text_field else "; columns of conversations are named in data.columns, such as messages = 'chat'"
         raise DataError(f"data.text_field '{field}' is not a column of {where}{hint}; it has: {has}{other}")
-    return Columns("text", {"text": field})
+    return _of("text", {"text": field}, given, where)
+
+
+def _of(kind: Kind, names: dict[str, str], given: Mapping[str, str], where: str) -> Columns:
+    """Return the columns, and refuse one that is named and would not be read."""
+    columns = Columns(kind, names)
+    if moot := [part for part in given if part not in names]:
+        raise DataError(
+            f"data.columns.{moot[0]} '{given[moot[0]]}' is not read: {where} holds {columns}; remove it, or name the "
+            "other columns of its kind"
+        )
+    return columns
 
 
 def document(row: Mapping[str, Any], columns: Columns, at: str) -> Document | None:

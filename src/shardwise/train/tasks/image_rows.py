@@ -20,7 +20,7 @@ from shardwise.train.data.paths import documents_at
 from shardwise.train.data.rows import Row
 from shardwise.train.data.sources import BadRows, DataSource, find_source, first_line, need
 from shardwise.train.tasks.labels import Labels
-from shardwise.train.tasks.sequence_classification import class_names
+from shardwise.train.tasks.text_rows import class_names
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _IMAGE = ("image", "images", "img", "pixel_values", "x", "X", "data")

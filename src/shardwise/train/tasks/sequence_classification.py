@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,13 @@ from numpy.typing import NDArray
 
 from shardwise.train.config import Config
 from shardwise.train.data.rows import Row, RowData, RowSide
-from shardwise.train.data.sources import DataSource
 from shardwise.train.task_names import TaskName
-from shardwise.train.tasks.labels import Labels
 from shardwise.train.tasks.task import IGNORED, Batch, RowSamples, Task
-from shardwise.train.tasks.text_rows import TextReader, padded_inputs, tokens
+from shardwise.train.tasks.text_rows import LabelledTextReader, padded_inputs, tokens
 
 
-class _Reader(TextReader):
+class _Reader(LabelledTextReader):
+    label_part = "label"
     names = {  # noqa: RUF012  # read only
         "label": ("label", "labels", "class", "target"),
         "text": ("text", "sentence", "sentence1", "premise", "question1", "content"),
@@ -27,30 +25,11 @@ class _Reader(TextReader):
     }
     optional = ("pair",)
 
-    def __init__(self, config: Config, model_facts: Any) -> None:
-        super().__init__(config, model_facts)
-        self.classes = Labels(model_facts)
-        self.labels: Labels | None = self.classes
-
-    def open(self, value: str, key: str, cache: Path) -> list[Any]:
-        listing = super().open(value, key, cache)
-        self.classes.names = class_names(self.sources[-1], self.columns[-1]["label"]) or self.classes.names
-        return listing
-
     def row(self, parts: Mapping[str, Any]) -> Row:
         label = self.classes.number_of(parts["label"])
         found = self.encode(parts["text"], "text", parts.get("pair"))
         row: dict[str, NDArray[Any]] = {"input_ids": tokens(found.ids), "label": np.asarray(label, np.int64)}
         return row | ({"types": found.types.astype(np.uint8)} if "pair" in parts else {})
-
-
-def class_names(source: DataSource, column: str) -> tuple[str, ...]:
-    """Return the names of a column of classes, or of lists of them, of a saved data set; none in other formats."""
-    if source.format != "dataset":
-        return ()
-    feature = source.saved().features.get(column)
-    feature = getattr(feature, "feature", feature)
-    return tuple(getattr(feature, "names", None) or ())
 
 
 class SequenceClassification(Task):

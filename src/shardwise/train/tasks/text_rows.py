@@ -156,3 +156,29 @@ def padded_inputs(data: RowData, column: RowColumn, rows: NDArray[np.int64], wid
     ids = column.padded(rows, width, int(data.facts["pad"]))
     lengths = np.minimum(np.maximum(column.lengths(rows), 1), width)
     return {"input_ids": ids, "attention_mask": (np.arange(width) < lengths[:, None]).astype(np.int64)}
+
+
+class LabelledTextReader(TextReader):
+    """Reads text with classes: ``label_part`` is the part that holds them, one or one for each word."""
+
+    label_part: str
+
+    def __init__(self, config: Config, model_facts: Any) -> None:
+        super().__init__(config, model_facts)
+        self.classes = Labels(model_facts)
+        self.labels = self.classes
+
+    def open(self, value: str, key: str, cache: Path) -> list[Any]:
+        """Find the files of a path, its columns, and the names that a saved data set gives its classes."""
+        listing = super().open(value, key, cache)
+        self.classes.names = class_names(self.sources[-1], self.columns[-1][self.label_part]) or self.classes.names
+        return listing
+
+
+def class_names(source: DataSource, column: str) -> tuple[str, ...]:
+    """Return the names of a column of classes, or of lists of them, of a saved data set; none in other formats."""
+    if source.format != "dataset":
+        return ()
+    feature = source.saved().features.get(column)
+    feature = getattr(feature, "feature", feature)
+    return tuple(getattr(feature, "names", None) or ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,16 @@ from shardwise.train.config import Config
 from shardwise.train.data.documents import RowProblem
 from shardwise.train.data.rows import Row, RowData, RowSide
 from shardwise.train.task_names import TaskName
-from shardwise.train.tasks.labels import Labels
-from shardwise.train.tasks.sequence_classification import class_names
 from shardwise.train.tasks.task import IGNORED, Batch, RowSamples, Task
-from shardwise.train.tasks.text_rows import TextReader, padded_inputs, tokens
+from shardwise.train.tasks.text_rows import LabelledTextReader, padded_inputs, tokens
 
 
-class _Reader(TextReader):
+class _Reader(LabelledTextReader):
+    label_part = "tags"
     names = {  # noqa: RUF012  # read only
         "tokens": ("tokens", "words"),
         "tags": ("tags", "ner_tags", "pos_tags", "labels"),
     }
-
-    def __init__(self, config: Config, model_facts: Any) -> None:
-        super().__init__(config, model_facts)
-        self.classes = Labels(model_facts)
-        self.labels: Labels | None = self.classes
-
-    def open(self, value: str, key: str, cache: Path) -> list[Any]:
-        listing = super().open(value, key, cache)
-        self.classes.names = class_names(self.sources[-1], self.columns[-1]["tags"]) or self.classes.names
-        return listing
 
     def row(self, parts: Mapping[str, Any]) -> Row:
         words, tags = parts["tokens"], parts["tags"]
