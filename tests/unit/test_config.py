@@ -64,6 +64,19 @@ class TestFile:
         said = problems(file, "lora.rank=4")
         assert len(said) == 1 and said[0].startswith("'lora' does nothing under the strategy auto")
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["train.export=hf"], "'train.export' needs model.config, which transformers builds the model from"),
+            (
+                ["train.export=peft", "parallel.strategy=ddp"],
+                "'train.export' is peft, and ddp has no adapters to write",
+            ),
+        ],
+    )
+    def test_an_export_that_could_not_be_written(self, file, words, message):
+        assert any(said.startswith(message) for said in problems(file, *words))
+
     def test_what_is_left_out_has_its_default(self, file):
         config = read_config(file)
         assert config.optimizer.name == "adamw" and config.optimizer.clip_norm == 1.0

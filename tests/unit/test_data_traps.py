@@ -53,6 +53,21 @@ def test_a_named_text_column_is_another_corpus_than_messages_beside_it(tmp_path:
     assert prepared(tmp_path, path=path, text_field="text", chat_template=None).kind == "text"
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"loss_on": "last"}, "data.loss_on 'last' does nothing for plain text"),
+        ({"chat_template": "chatml"}, "data.chat_template 'chatml' does nothing for plain text"),
+        ({"columns": {"messages": "text", "completion": "text"}}, "data.columns.completion 'text' is not read"),
+    ],
+)
+def test_options_that_would_do_nothing(tmp_path: Path, table: dict[str, Any], message: str) -> None:
+    path = lines(tmp_path / "rows.jsonl", [{"text": "abc"}])
+    with pytest.raises(DataError) as told:
+        prepared(tmp_path, path=path, **{"chat_template": None} | table)
+    assert message in str(told.value)
+
+
 def test_a_part_that_the_first_row_lacks_is_read_from_later_rows(tmp_path: Path) -> None:
     rows = [{"instruction": "add", "output": "x"}, {"instruction": "sum", "input": "CONTEXT", "output": "y"}]
     assert "sum\n\nCONTEXT" in text_of(prepared(tmp_path, path=lines(tmp_path / "rows.jsonl", rows)))

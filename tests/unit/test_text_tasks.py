@@ -190,6 +190,7 @@ class TestRefused:
             ("data", {"pack": "isolated"}, "'data.pack' does nothing for the task sequence-classification"),
             ("data", {"loss_on": "all"}, "'data.loss_on' does nothing"),
             ("data", {"columns": {"messages": "x"}}, "names messages, which the task sequence-classification does not"),
+            ("train", {"export": "hf"}, "'train.export' is for causal-lm"),
             ("train", {"loss_chunks": 4}, "'train.loss_chunks' is for causal-lm"),
             ("parallel", {"strategy": "fsdp+cp2"}, "splits sequences of causal-lm"),
             ("parallel", {"strategy": "ddp+lora"}, "freezes all but the adapters, and the head"),
