@@ -41,7 +41,7 @@ FITTED: dict[str, tuple[tuple[str, float, float, float], ...]] = {
     ),
     "blackwell": (
         ("burst", 1.0, 0.5, 1.2),
-        ("held_flops", 1.1e15, 5e14, 2e15),
+        ("sustained_flops", 1.1e15, 5e14, 2e15),
         ("ramp", 500, 32, 1000),
         ("wave", 0.8, 0, 1),
         ("halving", 0.2, 0, 1),

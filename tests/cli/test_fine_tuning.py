@@ -76,7 +76,8 @@ def test_preview_as_a_page_and_for_programs(tmp_path: Path, monkeypatch: pytest.
     page = tmp_path / "page.html"
     done = shardwise("data", "preview", str(config), "--html", str(page), "--rows", "3", "--json")
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["packing"] == "isolated" and found["cuts"]["cut"] > 0 and found["roles"]["assistant"][1] > 0
+    assert found["packing"] == "isolated" and found["truncation"]["truncated"] > 0
+    assert found["roles"]["assistant"][1] > 0
     assert len(found["documents_shown"]) == 3
     text = page.read_text()
     trained = [part["text"] for parts in found["documents_shown"] for part in parts if part["trained"]]

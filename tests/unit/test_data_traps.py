@@ -150,8 +150,8 @@ def test_a_long_plain_document_goes_on_beside_conversations(tmp_path: Path) -> N
     chats, text = corpus.train.source(0), corpus.train.source(1)
     assert chats is not None and text is not None
     assert IsolatedSamples(text, 64, corpus.separator).label_count(None) == len(text.tokens) - 1 == 1000
-    cuts = pieces_of(corpus.train, 64).cuts
-    assert (cuts.documents, cuts.cut, cuts.lost) == (2, 1, 0)
+    cuts = pieces_of(corpus.train, 64).truncation
+    assert (cuts.documents, cuts.truncated, cuts.lost) == (2, 1, 0)
     assert corpus.train.roles()["assistant"][1] - cuts.tokens_lost == IsolatedSamples(
         chats, 64, corpus.separator
     ).label_count(None)

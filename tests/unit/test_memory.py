@@ -236,9 +236,9 @@ class TestStages:
         assert heavy_stages(LLAMA_8B, layout) == (0, 3)
         odd = profile_of(LLAMA.model_copy(update={"layers": 33}), 8192)
         assert heavy_stages(odd, even) == (0, 1, 3), "the second has a block more"
-        held = [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(16))]
-        assert held == [4, 1]
-        assert [s.held for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2))] == [2, 2]
+        in_flight = [s.in_flight for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(16))]
+        assert in_flight == [4, 1]
+        assert [s.in_flight for s in settings_of(LLAMA_8B, layout, WORKLOAD, 1, Program(2))] == [2, 2]
         assert [micro_batches_in_flight(layout, rank, 16) for rank in range(4)] == [4, 3, 2, 1]
         gpipe = layout_of(plan.model_copy(update={"pipeline_schedule": "gpipe"}))
         assert micro_batches_in_flight(gpipe, 3, 16) == 16
@@ -448,7 +448,7 @@ class TestProgram:
     def test_sequence_parallel_divides_rows(self):
         """A norm keeps its input and a number a row: cut by ``sequence`` on one of two ranks half, by ``none`` all."""
         for cut, share in (("sequence", 2), ("none", 1)):
-            op = Op("norm", "norm", saved=1000, saved_fp32=10, cut=cut)
+            op = Op("norm", "norm", saved=1000, saved_fp32=10, tp_sharding=cut)
             profile = ModelProfile("norms", (Unit("u", "block", (Weight("w", (8, 8)),), (op,), 0, 4),), 10, "traced")
             found = estimate(profile, plan_for("fsdp+tp2", 2), WORKLOAD, NODE)
             assert found.activations == pytest.approx(4 * 2040 / share, abs=4 * 2040 / share * 0.3)

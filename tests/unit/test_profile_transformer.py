@@ -73,7 +73,7 @@ def total(ops: tuple[Op, ...], name: str) -> int:
 def cuts(unit: Unit) -> tuple[list[str], list[str]]:
     """How tensor parallel cuts what it can: of the norms only those over whole projections, which the trace leaves."""
     weights = [(w.shape, w.tp_dim) for w in unit.weights if len(w.shape) > 1 or "norm" not in w.name]
-    return sorted(map(str, weights)), [op.cut for op in unit.ops if op.kind in ("matmul", "attention", "loss")]
+    return sorted(map(str, weights)), [op.tp_sharding for op in unit.ops if op.kind in ("matmul", "attention", "loss")]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -175,7 +175,7 @@ def test_a_llama_block_keeps_what_is_worked_out_by_hand():
     assert total(block.ops, "saved") - total(compiled.ops, "saved") == 8192 * ffn
     assert total(compiled.ops, "temporary_fp32") == 0 < total(block.ops, "temporary_fp32")
     assert [w.tp_dim for w in block.weights if "o_proj" in w.name or "down" in w.name] == [1, 1]
-    assert {op.cut for op in block.ops} == {"sequence", "column", "heads", "row"}
+    assert {op.tp_sharding for op in block.ops} == {"sequence", "column", "heads", "row"}
 
 
 def test_the_loss_says_what_its_peak_is_made_of():

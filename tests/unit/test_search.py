@@ -635,12 +635,12 @@ class TestOnThisMachine:
             return Parts(stages=(frozenset({"p"}),) * plan.dims.pp)
 
         machine = cluster(memory=15 * GIB, gpu=None)
-        found = choose_profiled(model(), self.SPEC, WORK, machine, Pins(), costs=COSTS, cut=cut)
+        found = choose_profiled(model(), self.SPEC, WORK, machine, Pins(), costs=COSTS, check_sharding=cut)
         assert found.plan.dims.tp == 1
         assert ("ddp+tp8", "the model has a fused gate") in found.rejected or not seen
         with pytest.raises(ModelError, match="fused gate"):
             pins = Pins(strategy=parse_strategy("fsdp+tp2"))
-            choose_profiled(model(), self.SPEC, WORK, machine, pins, costs=COSTS, cut=cut)
+            choose_profiled(model(), self.SPEC, WORK, machine, pins, costs=COSTS, check_sharding=cut)
 
     def test_a_named_strategy_is_kept(self):
         choice = self.choice(GIB, strategy=parse_strategy("ddp"))

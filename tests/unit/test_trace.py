@@ -313,7 +313,7 @@ def test_tensor_parallel_is_told_only_where_it_can_be_followed():
             return x + self.second(x * torch.sigmoid(self.first(x)))
 
     plain = trace_module(Framework)
-    assert [op.cut for op in only(plain, "block").ops if op.kind == "matmul"] == ["column", "row"]
+    assert [op.tp_sharding for op in only(plain, "block").ops if op.kind == "matmul"] == ["column", "row"]
     assert [w.tp_dim for w in only(plain, "block").weights] == [0, 0, 1, None]
 
     class Odd(Framework):
@@ -322,7 +322,7 @@ def test_tensor_parallel_is_told_only_where_it_can_be_followed():
             self.blocks = nn.ModuleList(Gated() for _ in range(2))
 
     odd = trace_module(Odd)
-    assert {op.cut for unit in odd.units for op in unit.ops} == {"none"}
+    assert {op.tp_sharding for unit in odd.units for op in unit.ops} == {"none"}
     assert {w.tp_dim for unit in odd.units for w in unit.weights} == {None}
     assert odd.heads is None
 

@@ -80,7 +80,7 @@ def calls_less(session: Session, model: nn.Module, number: int, x: torch.Tensor)
 
 
 def hasten() -> None:
-    meeting.HERE_S, meeting.SAY_S, meeting.LIMIT_S = 0.2, 0.5, 3
+    meeting.HERE_S, meeting.ANNOUNCE_S, meeting.LIMIT_S = 0.2, 0.5, 3
 
 
 def in_a_step(strategy: str, forwards: Forwards) -> None:

@@ -644,7 +644,7 @@ def test_packing_is_said_in_the_plan_and_in_the_receipt(tmp_path: Path, masked: 
     assert f"joined: documents of one sample attend to each other, and it has {loss} on their first tokens" in text
     session = start("ddp", receipts=False)
     watch = RunRecorder(prepared.job, session, print, console)
-    (line,) = watch.effects.told
+    (line,) = watch.effects.notes
     assert (line.ok, line.planned) == (None, "packed")
     assert line.found == f"attend to each other, first tokens {'without' if masked else 'with'} loss"
     session.close()

@@ -104,7 +104,7 @@ class Holdings:
     def leave(self, owners: Mapping[str, int]) -> None:
         """Drop the buffers that another part of the model, on the ``owners``' ranks, writes."""
         here = exchange.rank()
-        self.mine = {name: held for name, held in self.mine.items() if owners.get(name, here) == here}
+        self.mine = {name: averaged for name, averaged in self.mine.items() if owners.get(name, here) == here}
 
     def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
         """Register a tensor under the ranks that may write it.
@@ -142,8 +142,8 @@ def holdings_of(
         is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
         copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
         found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
-        if average is not None and (held := average.get(id(slot.tensor))) is not None:
-            found.add(f"{AVERAGE}{slot.name}", held, copies)
+        if average is not None and (averaged := average.get(id(slot.tensor))) is not None:
+            found.add(f"{AVERAGE}{slot.name}", averaged, copies)
         if is_plain_buffer and exchange.rank() == first:
             found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}

@@ -72,8 +72,8 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
     try:
         if wrong is not None:
             raise wrong
-        held = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
-        hashes = write_file(path, held) if held else {}
+        filled = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
+        hashes = write_file(path, filled) if filled else {}
         report["entries"] = {name: [dtype, shape, None, None] for name, (dtype, shape) in share.others.items()}
         for name, piece in share.pieces.items():
             box = [piece.box.offsets, piece.box.lengths] if name in hashes else None
@@ -83,7 +83,7 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
             report["groups"] = [group.model_dump() for group in share.groups]
         if rank == 0:
             report["aliases"] = share.aliases
-        if held:
+        if filled:
             report |= {"file": path.name, "size": path.stat().st_size}
     except Exception as error:
         report["fault"] = fault_of(error)

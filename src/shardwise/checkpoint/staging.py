@@ -95,9 +95,9 @@ class Copy:
             for name, piece in self.share.pieces.items():
                 if piece.steady == steady:
                     flat = room[places[name] : places[name] + piece.tensor.nbytes]
-                    held = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
-                    held.copy_(piece.tensor, non_blocking=True)
-                    self._done[name] = replace(piece, tensor=held)
+                    copy = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
+                    copy.copy_(piece.tensor, non_blocking=True)
+                    self._done[name] = replace(piece, tensor=copy)
 
 
 def _version(piece: ShardWrite) -> tuple[int, ...]:

@@ -176,7 +176,7 @@ def run_merge(
         merging = merge.AdapterMerge(
             opened, base, onto, model, convert.DTYPES[dtype] if dtype else None, console, stack
         )
-        merging.say_what()
+        merging.describe()
         try:
             written, verdict = merging.write(
                 place, convert.read_size(max_shard_size or convert.MAX_SHARD_SIZE), check=check

@@ -74,9 +74,9 @@ def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_jso
     if place.local_rank == 0:
         facts = look_at_host(place.local_world_size, folder)
         note = json.dumps([check.model_dump(mode="json") for check in examine(facts)])
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())  # the launcher ends the world: report the results first
-    test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, told=told)
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())  # the launcher ends the world: report the results first
+    test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, stop_event=stop_event)
     checks = [
         Check.model_validate(found).model_copy(update={"host": answer.host})
         for answer in test.answers

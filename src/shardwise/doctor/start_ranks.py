@@ -181,9 +181,9 @@ def answer_as_rank(task: RankTestTask, _: None) -> None:
     place = rendezvous()
     if place is None:
         raise UserError("this is a rank of shardwise doctor: run shardwise doctor")
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
-    found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, told=told)
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
+    found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, stop_event=stop_event)
     partial = Path(task.folder) / f"partial-{place.rank}"
     partial.write_text(found.model_dump_json())
     partial.replace(Path(task.folder) / f"answer-{place.rank}.json")

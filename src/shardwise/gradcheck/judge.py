@@ -23,7 +23,7 @@ class Judged:
     """Verdict, and on rank 0 its explanation where it is negative."""
 
     verdict: GradientVerdict
-    told: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 class Judge:
@@ -100,11 +100,11 @@ class Judge:
         norm: float,
         loss: float,
     ) -> tuple[str, ...]:
-        told: tuple[str, ...] = ()
+        reasons: tuple[str, ...] = ()
         if verdict.loss_error > verdict.tolerance:
-            told = (explain_loss(loss, expected.loss, self.session.plan),)
+            reasons = (explain_loss(loss, expected.loss, self.session.plan),)
         if verdict.differing:
-            return told + explain(
+            return reasons + explain(
                 expected.gradients,
                 found,
                 differences,
@@ -113,9 +113,9 @@ class Judge:
                 parts=parts,
                 contributions=contributions(self.make, batches),
                 tokens=tokens_of(batches),
-                brief=bool(told),
+                brief=bool(reasons),
             )
-        return told or (explain_norm(norm, expected.norm, self.session.plan),)
+        return reasons or (explain_norm(norm, expected.norm, self.session.plan),)
 
     def _seen(self, expected: Gradients, mine: Gradients, extra: float) -> tuple[list[Gradients], list[torch.Tensor]]:
         names = list(expected)

@@ -310,10 +310,10 @@ def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Itera
 
     One for each path, also of tied parameters, to distinguish them.
     """
-    held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    before = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     names = {id(part): name for name, part in module.named_modules()}
     try:
-        for part, parameters, buffers in held:
+        for part, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
                     fake = nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
@@ -324,7 +324,7 @@ def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Itera
                     part._buffers[key] = _fake(buffer, dtype)
         yield
     finally:
-        for part, parameters, buffers in held:
+        for part, parameters, buffers in before:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
 

@@ -254,12 +254,12 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
             group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    cuts_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
-    if refill and not cuts_state:
+    shards_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
+    if refill and not shards_state:
         begin = optimizer.defaults["initial_accumulator_value"]
         groups = [{**group} for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
-    return shard_optimizer(optimizer) if cuts_state else optimizer
+    return shard_optimizer(optimizer) if shards_state else optimizer
 
 
 def _drop_fresh_sums(optimizer: Optimizer) -> bool:

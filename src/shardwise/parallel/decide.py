@@ -153,7 +153,7 @@ def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
         stages |= {len(ranks) - 1} if every & wiring.after else set()
         for stage in stages or {len(ranks) - 1}:
             names[ranks[stage]].add(parameter.name)
-    return Parts(shard_dim, tuple(frozenset(held) for held in names))
+    return Parts(shard_dim, tuple(frozenset(stage_names) for stage_names in names))
 
 
 def _stage_numbers(counts: Sequence[int]) -> list[int]:

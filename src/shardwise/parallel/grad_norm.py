@@ -24,14 +24,16 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
             waiting.setdefault((gradient.device_mesh, gradient.dtype), []).append((parameter, gradient))
-    for held in waiting.values():
-        mesh, placements = held[0][1].device_mesh, held[0][1].placements
-        flat = torch.cat([gradient.to_local().flatten() for _, gradient in held])
+    for group in waiting.values():
+        mesh, placements = group[0][1].device_mesh, group[0][1].placements
+        flat = torch.cat([gradient.to_local().flatten() for _, gradient in group])
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
                 with WAITS.part("exposed_tp"):
                     dist.all_reduce(flat, group=mesh.get_group(axis))
-        for (parameter, gradient), part in zip(held, flat.split([g.to_local().numel() for _, g in held]), strict=True):
+        for (parameter, gradient), part in zip(
+            group, flat.split([g.to_local().numel() for _, g in group]), strict=True
+        ):
             full = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
             local = part.view_as(gradient.to_local())
             parameter.grad = DTensor.from_local(

@@ -66,9 +66,9 @@ class EffectsRecorder:
     """
 
     def __init__(
-        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, told: tuple[Line, ...] = ()
+        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, notes: tuple[Line, ...] = ()
     ) -> None:
-        self.told = told
+        self.notes = notes
         self.more: list[LineSource] = []
         self.receipt: Receipt | None = None
         self._on_receipt = on_receipt
@@ -116,7 +116,7 @@ class EffectsRecorder:
             own = effects_lines(session, step, watch)
         lines = [*own, *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
-        lines += [*replica_lines(session), *self.told]
+        lines += [*replica_lines(session), *self.notes]
         lines += [line for source in self.more for line in source.lines(session, step)]
         if any(skipped):
             found = f"rank {', '.join(str(rank) for rank, skips in enumerate(skipped) if skips)} alone"

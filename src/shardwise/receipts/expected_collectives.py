@@ -107,19 +107,19 @@ def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     """Add regions of each block, the embedding, the head, split sequences and partial gradients."""
     counter = TpTrafficCounter(tally, facts, layout)
     ways: set[str] = set()
-    for name, cut in layout.modules.items():
-        if not facts.is_here(name, list(cut.local)):
+    for name, shard in layout.modules.items():
+        if not facts.is_here(name, list(shard.local)):
             continue
         block = facts.block_of(name)
-        if cut.kind == "rowwise":
+        if shard.kind == "rowwise":
             counter.sums(block)
-        elif cut.kind == "embedding":
+        elif shard.kind == "embedding":
             counter.lookup()
-        elif cut.kind == "colwise_gather":
+        elif shard.kind == "colwise_gather":
             counter.add("all_gather", chunk(layout.vocab, counter.ranks, 0)[1] * counter.ranks)
-        if cut.kind in ("colwise", "colwise_gather", "colwise_loss") and cut.group:
-            ways.add(cut.group)
-        for key, local in cut.local.items():
+        if shard.kind in ("colwise", "colwise_gather", "colwise_loss") and shard.group:
+            ways.add(shard.group)
+        for key, local in shard.local.items():
             if local.uses and local.dim is not None and f"{name}.{key}" in facts.names:
                 counter.exchange(name, key, local, block)
     for module, entries in layout.entries.items():
@@ -203,8 +203,8 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     """Add partial gradients: FSDP2 sums each, else all are summed together."""
     partial: dict[str, ParameterSpec] = {}
     specs = {name: p for p in facts.spec.parameters for name in (p.name, *p.aliases)}
-    for name, cut in layout.modules.items():
-        for key, local in cut.local.items():
+    for name, shard in layout.modules.items():
+        for key, local in shard.local.items():
             full = f"{name}.{key}"
             if local.partial and full in facts.names and full in specs and specs[full].trainable:
                 partial[specs[full].name] = specs[full]
@@ -257,8 +257,8 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
     """Add hidden states and gradients between stages, per micro batch, for any schedule."""
     plan, stages = facts.plan, sorted(planned_stages(facts.session))
     last = plan.dims.pp * plan.virtual_stages - 1
-    cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
-    low, high = facts.bytes(facts.tokens // cut * facts.width)
+    shard = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
+    low, high = facts.bytes(facts.tokens // shard * facts.width)
     number = len(facts.micros)
     shapes = len(set(facts.micros)) if facts.known else number
     for stage in stages:
@@ -268,9 +268,14 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
             forward_sends, least = other > stage, number if facts.trained else 0
             for name, is_forward in (("send", forward_sends), ("recv", not forward_sends)):
                 fewest = number if is_forward else least
-                told = shapes if is_forward else 0  # the first message includes the shape
+                shape_messages = shapes if is_forward else 0  # the first message includes the shape
                 share = fewest / number
-                tally.add(name, "pp", (fewest, number + told), (int(low * share), high + told * MESSAGE_BYTES))
+                tally.add(
+                    name,
+                    "pp",
+                    (fewest, number + shape_messages),
+                    (int(low * share), high + shape_messages * MESSAGE_BYTES),
+                )
     _shared(tally, facts, first=0 in stages, last=last in stages)
 
 

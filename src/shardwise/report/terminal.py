@@ -155,8 +155,8 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
 
 def _print_data(corpus: TaskData, console: Console, config: Config) -> None:
     if isinstance(corpus, RowData):
-        told = [f"task {corpus.task}", *(corpus.facts or {}).get("told", [])]
-        for number, line in enumerate(told):
+        notes = [f"task {corpus.task}", *(corpus.facts or {}).get("told", [])]
+        for number, line in enumerate(notes):
             console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
         return
     receipt = data_receipt(corpus, config)

@@ -73,7 +73,7 @@ class LoopRecorder(HostRecorder):
             step_time_s=seconds / steps,
             tokens_per_s=self._tokens_since / seconds,
             time=time.time(),
-            **self._attribution.told(),
+            **self._attribution.log_fields(),
         )
         self._clock, self._since, self._tokens_since = now, result.number, 0
 

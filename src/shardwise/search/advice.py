@@ -46,9 +46,9 @@ class _Ways:
     command: Command | None
     kept: Candidate | None = None
 
-    def told(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
+    def option_text(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
         """Format a candidate with its bytes, its time and the command that plans it."""
-        text = _told(candidate, self.question.cluster)
+        text = _candidate_text(candidate, self.question.cluster)
         if candidate.time is not None:
             text += f"; {seconds_text(candidate.time.step_s)} a step"
             if self.limitless_s:
@@ -123,8 +123,8 @@ def advice(
 
 def _is_far_too_large(question: Question) -> bool:
     """Return whether not even fp32 weights and gradients fit in all devices: people train adapters then."""
-    held = 8 * question.profile.num_parameters
-    return question.usable is not None and held > question.usable * question.cluster.world_size
+    state_bytes = 8 * question.profile.num_parameters
+    return question.usable is not None and state_bytes > question.usable * question.cluster.world_size
 
 
 def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _limitless_s(question: Question) -> float | None:
     return min(times, default=None)
 
 
-def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
+def _candidate_text(candidate: Candidate, cluster: ClusterSpec) -> str:
     plan = candidate.plan
     return (
         f"{plan.strategy}, micro batch {plan.micro_batch}, recompute {plan.recompute}: "
@@ -188,7 +188,7 @@ def _same_optimizer(ways: _Ways) -> Iterator[str]:
         pins = ways.question.pins.model_copy(update={"options": {**ways.question.pins.options, **options}})
         if found := _best(ways.question, pins=pins):
             ways.kept = found
-            yield f"{name} fits: {ways.told(found, flags)}"
+            yield f"{name} fits: {ways.option_text(found, flags)}"
             return
 
 
@@ -205,8 +205,8 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
             found = _best(question, pins=pins, workload=work)
             if found is not None and complexity(found.plan.parsed) < limit:
                 beside = f" with {order}" if order else ""
-                told = ways.told(found, {"--optimizer": name, **flags})
-                yield f"another optimizer, {name}{beside}, fits: {told}"
+                option_text = ways.option_text(found, {"--optimizer": name, **flags})
+                yield f"another optimizer, {name}{beside}, fits: {option_text}"
                 return
 
 
@@ -219,14 +219,14 @@ def _off_device(ways: _Ways) -> Iterator[str]:
         base = strategy.base if strategy.base in SHARDED or strategy.engine == "deepspeed" else "fsdp"
         moved = strategy.model_copy(update={"base": base, "offload": True})
         if found := _best(question, pins=question.pins.model_copy(update={"strategy": moved})):
-            yield f"offload fits: {ways.told(found, {'--strategy': str(moved)})}"
+            yield f"offload fits: {ways.option_text(found, {'--strategy': str(moved)})}"
             return
     swapped = Strategy(base="fsdp", engine="deepspeed", nvme=True)
     if strategy is not None and (strategy.splits_model or strategy.adapter != "none"):
         return  # DeepSpeed runs neither here
     free = {"strategy": swapped, "dp_replicate": None, "dp_shard": None}
     if found := _best(question, pins=question.pins.model_copy(update=free)):
-        yield f"swapping to a drive fits: {ways.told(found, {'--strategy': str(swapped)})}"
+        yield f"swapping to a drive fits: {ways.option_text(found, {'--strategy': str(swapped)})}"
 
 
 def _adapters(ways: _Ways) -> Iterator[str]:
@@ -244,7 +244,8 @@ def _adapters(ways: _Ways) -> Iterator[str]:
             wanted = Strategy.model_validate({"base": base, "adapter": adapter, "offload": offload})
             pins = question.pins.model_copy(update={"strategy": wanted, "dp_replicate": None, "dp_shard": None})
             if found := _best(question, pins=pins):
-                yield f"another training, {words[adapter]} only, fits: {ways.told(found, {'--strategy': str(wanted)})}"
+                text = ways.option_text(found, {"--strategy": str(wanted)})
+                yield f"another training, {words[adapter]} only, fits: {text}"
                 break
 
 
@@ -254,17 +255,17 @@ def _unpin(question: Question) -> Iterator[str]:
     smaller = [n for n in reversed(divisors(pins.micro_batch or 1)) if n < (pins.micro_batch or 1)]
     for micro in smaller:
         if found := _fit(question, pins=pins.model_copy(update={"micro_batch": micro, "grad_accum": None})):
-            yield f"micro batch {micro} fits: {_told(found, question.cluster)}"
+            yield f"micro batch {micro} fits: {_candidate_text(found, question.cluster)}"
             break
     if pins.recompute not in (None, "full") and (
         found := _fit(question, pins=pins.model_copy(update={"recompute": "full"}))
     ):
-        yield f"recompute full fits: {_told(found, question.cluster)}"
+        yield f"recompute full fits: {_candidate_text(found, question.cluster)}"
     free = {"strategy": None, "dp_replicate": None, "dp_shard": None}
     if pins.strategy is not None and (found := _fit(question, pins=pins.model_copy(update=free))):
-        yield f"another strategy fits: {_told(found, question.cluster)}"
+        yield f"another strategy fits: {_candidate_text(found, question.cluster)}"
     if pins.model_copy(update=free) != Pins() and (found := _fit(question, pins=Pins(precision=pins.precision))):
-        yield f"with nothing pinned it fits: {_told(found, question.cluster)}"
+        yield f"with nothing pinned it fits: {_candidate_text(found, question.cluster)}"
 
 
 def _other_gpu(question: Question) -> Iterator[str]:
@@ -284,7 +285,7 @@ def _other_gpu(question: Question) -> Iterator[str]:
             }
         )
         if found := _fit(question, cluster=other):
-            yield f"{cluster.world_size} × {gpu.name} would do: {_told(found, other)}"
+            yield f"{cluster.world_size} × {gpu.name} would do: {_candidate_text(found, other)}"
             return
 
 
@@ -293,7 +294,7 @@ def _shorter(question: Question, shorter: Callable[[int], ModelProfile]) -> Iter
     while length >= SHORTEST:
         workload = question.workload.model_copy(update={"seq_len": length})
         if found := _fit(question, profile=shorter(length), workload=workload):
-            yield f"samples of {length} tokens fit: {_told(found, question.cluster)}"
+            yield f"samples of {length} tokens fit: {_candidate_text(found, question.cluster)}"
             return
         length //= 2
 
@@ -308,7 +309,8 @@ def _more_devices(question: Question) -> Iterator[str]:
     if typical and cluster.nodes == 1 and cluster.devices_per_node < typical:
         full = cluster.model_copy(update={"devices_per_node": typical})
         if found := _fit_with_batch(question, full):
-            yield f"{typical} × {cluster.device_name} would do: {_told(found, full)}{_batch_note(question, found)}"
+            text = f"{_candidate_text(found, full)}{_batch_note(question, found)}"
+            yield f"{typical} × {cluster.device_name} would do: {text}"
             return
         cluster = full
     nodes = cluster.nodes * 2
@@ -321,7 +323,7 @@ def _more_devices(question: Question) -> Iterator[str]:
                 larger, found = smaller, fewer
             yield (
                 f"{larger.world_size} × {cluster.device_name} ({larger.nodes} nodes) would do: "
-                f"{_told(found, larger)}{_batch_note(question, found)}"
+                f"{_candidate_text(found, larger)}{_batch_note(question, found)}"
             )
             return
         previous, nodes = nodes, nodes * 2

@@ -33,7 +33,7 @@ from shardwise.units import bytes_text
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
 
 # raises ModelError or PlanError where the live module does not support the plan
-Cutter = Callable[[Plan], Parts | None]
+ShardingCheck = Callable[[Plan], Parts | None]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def choose(
     strategy: str = "auto",
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
-    cut: Cutter | None = None,
+    check_sharding: ShardingCheck | None = None,
 ) -> Choice:
     """Complete ``draft`` (batch split, precision, recompute) with a strategy and its degrees.
 
     A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes, with the
     device's context, are usable (60 % of its memory where saved activations are unknown); unknown memory counts as
     enough.
-    ``cut`` checks the live module under a named strategy that shards it.
+    ``check_sharding`` checks the live module under a named strategy that shards it.
 
     Raises:
         PlanError: the strategy and the degrees do not match the world size.
@@ -107,7 +107,7 @@ def choose(
     def candidate(name: str, reason: str) -> Choice:
         dims = _dims(name, cluster, dp_replicate, dp_shard)
         plan = draft.model_copy(update={"strategy": str(parse_strategy(name)), "dims": dims, "reason": reason})
-        parts = cut(plan) if cut is not None and plan.dims.splits_model else None
+        parts = check_sharding(plan) if check_sharding is not None and plan.dims.splits_model else None
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
 
     if strategy != "auto":
@@ -147,14 +147,14 @@ def choose_profiled(
     pins: Pins,
     shorter: Callable[[int], ModelProfile] | None = None,
     costs: Costs | None = None,
-    cut: Cutter | None = None,
+    check_sharding: ShardingCheck | None = None,
     command: Command | None = None,
 ) -> Choice:
     """Return the search's recommendation among runnable plans.
 
     A pinned one is kept, fitting or not. ``costs`` are used for the choice; its reported values are the cost model's
-    own, uncorrected. ``cut`` checks the live module under a plan that shards it: rejected plans are skipped, unless
-    requested by name. ``command`` formats what trains an alternative, where nothing fits.
+    own, uncorrected. ``check_sharding`` checks the live module under a plan that shards it: rejected plans are
+    skipped, unless requested by name. ``command`` formats what trains an alternative, where nothing fits.
 
     Raises:
         PlanError: the pinned values have no layout.
@@ -165,7 +165,7 @@ def choose_profiled(
         profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs, command=command
     )
     question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
-    best, parts, refused = _allowed(question, result, cut)
+    best, parts, refused = _allowed(question, result, check_sharding)
     if best is None:
         lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates if c.plan.strategy not in dict(refused)]
         lines += [f"  {name}: {why}" for name, why in refused] + [f"  {line}" for line in result.advice]
@@ -183,7 +183,7 @@ def choose_profiled(
 
 
 def _allowed(
-    question: Question, result: SearchResult, cut: Cutter | None
+    question: Question, result: SearchResult, check_sharding: ShardingCheck | None
 ) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
     """Return the best supported candidate, its placement, and the rejected ones.
 
@@ -196,10 +196,10 @@ def _allowed(
     while chosen is not None:
         best = ranked[chosen]
         strategy = best.plan.parsed
-        if cut is None or not strategy.splits_model:
+        if check_sharding is None or not strategy.splits_model:
             return best, None, refused
         try:
-            return best, cut(best.plan), refused
+            return best, check_sharding(best.plan), refused
         except (ModelError, PlanError) as error:
             if question.pins.strategy is not None:
                 raise
@@ -218,6 +218,6 @@ def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Part
     """
     if parts is None and candidate.plan.dims.tp * candidate.plan.dims.pp > 1:
         return candidate.memory
-    held = estimate_memory(spec, candidate.plan, workload, parts)
-    kept = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+    estimated = estimate_memory(spec, candidate.plan, workload, parts)
+    kept = {"parameters": estimated.parameters, "gradients": estimated.gradients, "optimizer": estimated.optimizer}
     return candidate.memory.model_copy(update=kept)

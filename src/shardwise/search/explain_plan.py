@@ -39,18 +39,18 @@ def with_reasons(
     """Add reasons to all candidates; the recommended one has its reason in its plan."""
     best = None if chosen is None else ranked[chosen]
     pinned = question.pins.strategy is not None
-    told = []
+    explained = []
     for index, candidate in enumerate(ranked):
         if index == chosen:
             why = "asked for by name" if pinned else _praise(question, candidate, ranked)
             plan = candidate.plan.model_copy(update={"reason": why})
-            told.append(candidate.model_copy(update={"plan": plan}))
+            explained.append(candidate.model_copy(update={"plan": plan}))
             continue
         tie = _is_tie(candidate, best)
         reason = against(question, candidate, best)
         plan = candidate.plan.model_copy(update={"reason": "asked for by name"}) if pinned else candidate.plan
-        told.append(candidate.model_copy(update={"reason": reason, "tie": tie, "plan": plan}))
-    return told
+        explained.append(candidate.model_copy(update={"reason": reason, "tie": tie, "plan": plan}))
+    return explained
 
 
 def _praise(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
@@ -188,7 +188,7 @@ def _factors(text: str) -> str:
 def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
     """Return category, bytes and the formula behind them; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
-    cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
+    model_ways = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
     shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
     ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
@@ -218,9 +218,9 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
-        ("parameters", memory.parameters, f"{full} × bytes at rest{cut}{ways}"),
-        ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
-        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{cut}{state_ways}"),
+        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}"),
+        ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}"),
+        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
         ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),
         ("buffers", memory.buffers, gathered),

@@ -86,8 +86,8 @@ def _merged(question: Question, found: SearchResult, other: SearchResult) -> Sea
     both = [_better(candidate, again.pop(candidate.plan.strategy, None)) for candidate in found.candidates]
     ranked, chosen = rank(question, [*both, *(one for one in again.values() if one.fits)])
     considered = found.considered + other.considered
-    told = with_reasons(question, ranked, chosen, considered)
-    return found.model_copy(update={"candidates": tuple(told), "recommended": chosen, "considered": considered})
+    explained = with_reasons(question, ranked, chosen, considered)
+    return found.model_copy(update={"candidates": tuple(explained), "recommended": chosen, "considered": considered})
 
 
 def _better(plain: Candidate, chunked: Candidate | None) -> Candidate:

@@ -103,8 +103,8 @@ def search(
     considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
     candidates = _best_of_each(question, found)
     ranked, chosen = rank(question, candidates)
-    told = with_reasons(question, ranked, chosen, considered)
-    return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=())
+    explained = with_reasons(question, ranked, chosen, considered)
+    return SearchResult(candidates=tuple(explained), recommended=chosen, considered=considered, advice=())
 
 
 def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:

@@ -263,7 +263,7 @@ class TrainingRun:
             **({"tokens": self.tokens} if of_tokens else {"labels": self.tokens}),
             **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
-            **({} if self.watch is None else self.watch.told()),
+            **({} if self.watch is None else self.watch.log_fields()),
         )
         self.reporter.step(result.number, result.loss, per_second, self.noun)
 
@@ -405,7 +405,7 @@ class TrainingRun:
             if self.evaluator.best is not None:
                 self.evaluator.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
-            self.total, told = steps, resume.news(manifest, config, self.plan, steps)
+            self.total, changes = steps, resume.news(manifest, config, self.plan, steps)
             self.extends = state["scheduler"]["total"] == manifest.step < steps
         if saved is not None:
             restore_random_states(saved, session.device)
@@ -413,8 +413,8 @@ class TrainingRun:
             seed_everything(config.train.seed + manifest.step, self._rng_state)
         if self.is_main:
             self.reporter.log(f"resuming after step {manifest.step} of {self.total} from '{path}'")
-            if told:
-                self.reporter.log(f"changed since then: {'; '.join(told)}")
+            if changes:
+                self.reporter.log(f"changed since then: {'; '.join(changes)}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:

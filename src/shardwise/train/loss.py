@@ -36,7 +36,7 @@ def token_loss_sum(
     if isinstance(logits, LateLogits):
         return logits.loss_sum(labels, IGNORED, terms)
     if isinstance(logits, DTensor):
-        return _cut_loss_sum(logits, labels, terms)
+        return _sharded_loss_sum(logits, labels, terms)
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     wide, flat = wide.flatten(0, -2), labels.flatten()
     found = functional.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
@@ -45,7 +45,7 @@ def token_loss_sum(
     return found
 
 
-def _cut_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
     """Sum the cross-entropy over vocabulary-sharded logits, each rank its shard."""
     if tuple(logits.placements) != (Shard(logits.ndim - 1),):
         raise ModelError(
@@ -55,11 +55,11 @@ def _cut_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> to
     mesh, vocab = logits.device_mesh, logits.shape[-1]
     first = mesh.get_local_rank() * -(-vocab // mesh.size())  # as DTensor splits: the last parts may be smaller
     local = logits.to_local().flatten(0, -2)
-    found: torch.Tensor = _CutCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group(), terms)
+    found: torch.Tensor = _ShardedCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group(), terms)
     return found
 
 
-class _CutCrossEntropy(Function):
+class _ShardedCrossEntropy(Function):
     """Summed cross-entropy of logits [tokens, part of the vocabulary].
 
     Fp32, or float64 for float64.

@@ -44,7 +44,7 @@ class RunCallback(Protocol):
         what the config's options add.
         """
 
-    def told(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """Return additional values for a logged line, on rank 0."""
 
     def wrote(self, line: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Part
     Without ``parts`` the model is taken as replicated on every tensor- and pipeline-parallel rank.
     """
     parts = parts or Parts()
-    each = [_held(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
+    each = [_stage_state(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
     parameters, gradients = max(one[0] for one in each), max(one[1] for one in each)
     states = [one[2] for one in each if one[2] is not None]
     optimizer = max(states) if states else None
@@ -135,7 +135,7 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
     return shares
 
 
-def _held(
+def _stage_state(
     spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
 ) -> tuple[int, int, int | None, int]:
     """Bytes of parameters, gradients, state and trained weights on a stage's fullest rank.
@@ -146,10 +146,10 @@ def _held(
     def is_here(parameter: ParameterSpec) -> bool:
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
 
-    def held(parameter: ParameterSpec) -> int:
+    def local_numel(parameter: ParameterSpec) -> int:
         return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
 
-    sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
+    sizes = {p.name: local_numel(p) for p in spec.parameters if is_here(p)}
     trained = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
     gradients = 0 if plan.optimizer_in_backward else trained  # freed as soon as each is stepped
     if workload.optimizer_states is None:

@@ -399,9 +399,9 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
     for op in unit.ops:
         if op.kind != "matmul":
             continue
-        if op.cut == "column":
+        if op.tp_sharding == "column":
             columns.append(op)
-        elif op.cut == "row":
+        elif op.tp_sharding == "row":
             if len(columns) == 1 and columns[0].n > op.k:
                 found += columns[0].k * math.ceil(columns[0].n / tp)
             elif few and attention is not None:

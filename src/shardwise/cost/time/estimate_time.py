@@ -181,7 +181,7 @@ def step_time(
     )
 
 
-def _cuts(plan: Plan) -> bool:
+def _shardings(plan: Plan) -> bool:
     return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
 
 
@@ -195,7 +195,7 @@ def _split(
     padded: bool,
 ) -> WorkSplit:
     """Build the `WorkSplit` of a plan in the program of ``framework``."""
-    megatron = _cuts(plan) and not plan.parsed.shards_parameters and framework == "megatron"
+    megatron = _shardings(plan) and not plan.parsed.shards_parameters and framework == "megatron"
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
@@ -209,19 +209,19 @@ def _split(
         hides_reduction=megatron,
         casts_weights=not megatron,
         ring=framework != "shardwise",
-        cuts_ends=framework != "shardwise",
+        shards_ends=framework != "shardwise",
         loss_parallel=plan.loss_parallel,
     )
 
 
 def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
     """Select how unsharded weights are copied for computation."""
-    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+    if not megatron and strategy.base == "ddp" and _is_sharded(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
         return "units"
     return "autocast" if (autocast if autocast is not None else not megatron) else "none"
 
 
-def _is_cut(dims: ParallelDims) -> bool:
+def _is_sharded(dims: ParallelDims) -> bool:
     """Return whether weights, and not only tokens, are sharded over a model-parallel axis."""
     return dims.tp * dims.pp > 1
 

@@ -179,7 +179,7 @@ class Attribution:
         fresh, self._fresh = self._fresh, PhaseTotals()
         return fresh.timing(self._session.plan, self._unmeasured()) if fresh.steps else None
 
-    def told(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """Return `window` as values of a metrics line: mean seconds of each part and between steps."""
         window = self.window()
         if window is None:

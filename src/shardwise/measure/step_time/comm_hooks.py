@@ -189,13 +189,13 @@ class _LastGradient:
             WAITS.listener.enter(self._comm_hooks.reduction())  # the end of backward, a new phase, ends it
 
 
-def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
+def _hook(parameter: nn.Parameter, callback: Callable[[nn.Parameter], None]) -> Any:
     """Hook a parameter's gradient on its node in the graph, which DDP keeps.
 
     On the parameter itself there are only the user's hooks. Weak reference: DDP references the node where Python's
     collector cannot see it, and a session that is never closed would keep its model for ever.
     """
-    weak, found = weakref.WeakMethod(told), weakref.ref(parameter)
+    weak, found = weakref.WeakMethod(callback), weakref.ref(parameter)
 
     def arrived(*gradients: Any) -> None:
         listener, parameter = weak(), found()

@@ -137,12 +137,12 @@ def sequence_share(
     size = length // cp
 
     def share(tree: Any, at: int) -> Any:
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
+        def shard(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.ndim < 2 or tensor.shape[0] not in (1, samples) or tensor.shape[1] != length:
                 return tensor
             return tensor[:, at * size : (at + 1) * size].contiguous()
 
-        return _pytree.tree_map_only(torch.Tensor, cut, tree)
+        return _pytree.tree_map_only(torch.Tensor, shard, tree)
 
     inputs, labels = batch
     if count is not None:

@@ -94,9 +94,9 @@ def discard_gradients(outer: nn.Module) -> None:
         if not isinstance(module, FSDPModule):
             continue
         group = module._get_fsdp_state()._fsdp_param_group
-        for held in group.fsdp_params if group is not None else ():
-            held.unsharded_accumulated_grad = None
-            full = getattr(held, "_unsharded_param", None)
+        for fsdp_param in group.fsdp_params if group is not None else ():
+            fsdp_param.unsharded_accumulated_grad = None
+            full = getattr(fsdp_param, "_unsharded_param", None)
             if full is not None:
                 full.grad = None
     reshard(outer)

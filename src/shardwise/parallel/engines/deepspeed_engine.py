@@ -418,7 +418,7 @@ class DeepSpeed:
         """Return this rank's range of a flattened parameter in the optimizer: begin and end."""
         return own_range(self._by_name[name])
 
-    def held(self) -> EngineTensors:
+    def local_tensors(self) -> EngineTensors:
         """See `Engine`."""
         return find_local(self.zero, self.base, list(self._by_name.values()))
 

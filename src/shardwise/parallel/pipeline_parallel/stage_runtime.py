@@ -106,7 +106,7 @@ class RunStage(_PipelineStageBase):
         self.keeps_weights = keeps_weights
         self.work: StageWork | None = None
         self.known: dict[Any, _Hidden] = {}
-        self.told: dict[Any, _Hidden] = {}
+        self.sent_layouts: dict[Any, _Hidden] = {}
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
         self.taken: dict[int, torch.Tensor] = {}
         self.made: dict[int, torch.Tensor] = {}
@@ -137,8 +137,8 @@ class RunStage(_PipelineStageBase):
 
     def clear(self) -> None:
         """Release everything that belongs to micro batches."""
-        for held in (self.taken, self.made, self.gradients, self.returned, self.pending):
-            held.clear()
+        for pending in (self.taken, self.made, self.gradients, self.returned, self.pending):
+            pending.clear()
         self.sending.clear()
         self.work = None
         if self.receive is not None:
@@ -191,18 +191,18 @@ class RunStage(_PipelineStageBase):
         assert self.work is not None
         hidden, key = self.made[fwd_chunk_id], self.work.keys[fwd_chunk_id]
         now = _Hidden(tuple(hidden.shape), hidden.dtype, hidden.requires_grad)
-        if key not in self.told:
+        if key not in self.sent_layouts:
             packed = now.packed()
             peer = self._resolve_peer_global_rank(self.stage_index + 1)
             work = dist.isend(packed, group=self.control, dst=peer)
             assert work is not None
             self.sending.append((work, packed))
-            self.told[key] = now
-        elif self.told[key] != now:
+            self.sent_layouts[key] = now
+        elif self.sent_layouts[key] != now:
             raise ModelError(
-                f"what stage {self.stage_index} sends on was {self.told[key]} and is {now} for inputs of the same "
-                "shape: the hidden state may depend on the inputs' shapes only, and requires_grad may not change after "
-                "session.prepare; use a strategy without +pp"
+                f"what stage {self.stage_index} sends on was {self.sent_layouts[key]} and is {now} for inputs of the "
+                "same shape: the hidden state may depend on the inputs' shapes only, and requires_grad may not change "
+                "after session.prepare; use a strategy without +pp"
             )
         return [self._op(dist.isend, hidden.detach(), self.stage_index + 1)]
 
@@ -315,11 +315,11 @@ class RunStage(_PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward: gradients of weights."""
         start = self._begin("backward")
-        held = self.pending.pop(bwd_chunk_id)
-        if isinstance(held, tuple):
-            self._full(*held, last=False)
+        pending = self.pending.pop(bwd_chunk_id)
+        if isinstance(pending, tuple):
+            self._full(*pending, last=False)
         else:
-            stage_backward_weight(self.module.parameters(), held)
+            stage_backward_weight(self.module.parameters(), pending)
             self._each_unit("post_backward")  # accumulates in the reduction dtype, as a full backward does
         if last_backward:
             self._reduce()

@@ -167,11 +167,11 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
         f"{first} hands {second} more than hidden states, and each rank would have only a part of it; use fsdp"
         for first, second in passed[:1]
     ]
-    cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
+    sharded = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
     problems += [
         f"{reader} computes with the parameters of {owner}, which tensor parallel shards; call {owner} instead"
         for reader, owner in sorted(flow.external_params)
-        if owner in cut
+        if owner in sharded
     ]
     return found, problems
 

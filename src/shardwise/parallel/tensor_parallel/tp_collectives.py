@@ -136,13 +136,13 @@ class _SumOut(Function):
         return all_gather(grad, ctx.group), None
 
 
-def add_up_cut(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def reduce_scatter_to_sp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Reduce-scatter along the sequence in forward, all-gather in backward."""
     found: torch.Tensor = _SumOut.apply(tensor, group)
     return found
 
 
-class _CutSequence(Function):
+class _ScatterToSp(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
@@ -153,9 +153,9 @@ class _CutSequence(Function):
         return all_gather(grad, ctx.group), None
 
 
-def cut_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def scatter_to_sp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Split along the sequence in forward, all-gather in backward."""
-    found: torch.Tensor = _CutSequence.apply(tensor, group)
+    found: torch.Tensor = _ScatterToSp.apply(tensor, group)
     return found
 
 

@@ -39,14 +39,14 @@ class SeenGradients:
     @staticmethod
     def of(engine: Engine) -> SeenGradients:
         """Record the current gradients."""
-        local = engine.held()
+        local = engine.local_tensors()
         return SeenGradients(state.local_elements(local.gradients), state.dtypes(local.gradients))
 
 
 def engine_lines(session: Session, step: Step, watch: StepRecorder, seen: SeenGradients | None) -> Iterator[Line]:
     """Yield every line that this rank can check alone; ``seen`` are the recorded gradients."""
     engine: Any = session.applied.engine
-    local = engine.held()
+    local = engine.local_tensors()
     plan = session.plan
     yield _same("engine", f"DeepSpeed, ZeRO-{zero_stage(plan)}", f"DeepSpeed, ZeRO-{engine.live_stage()}")
     yield from _batch_lines(session, step, engine)

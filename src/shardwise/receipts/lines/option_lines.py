@@ -137,9 +137,13 @@ def _tensor_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator
     if watch.lengths and known is not None:
         lengths = {length for _, length in known}
         full = watch.lengths <= lengths
-        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not full
+        sharded = watch.lengths <= {length // plan.dims.tp for length in lengths} and not full
         found = (
-            "on" if cut else "off" if full else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+            "on"
+            if sharded
+            else "off"
+            if full
+            else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
         )
         yield _option("sequence_parallel", "on" if plan.sequence_parallel else "off", found)
     if watch.logits and layout.vocab:

@@ -24,7 +24,7 @@ def traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator
     stepped, reduced = used_spec(session), part_of(session)  # parameters without a gradient are reduced as zeros
     if session.plan.dims.splits_model:
         sent = model_parallel_traffic(session, reduced, run_micros(session, step), watch)
-        found = _cut_totals(session, watch.recorder.collectives)
+        found = _model_parallel_totals(session, watch.recorder.collectives)
     else:
         calls = watch.forwards.of_units(reduced.blocks)
         sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls)
@@ -55,7 +55,7 @@ def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
     return text(ends[0]) if ends[0] == ends[1] else f"{text(ends[0])} to {text(ends[1])}"
 
 
-def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
+def _model_parallel_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
     """Sum calls and bytes by collective and axis."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for item in collectives:
