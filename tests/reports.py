@@ -12,7 +12,7 @@ from shardwise.cost.link_calibration import CalibrationFile, MeasuredLink
 from shardwise.cost.memory.estimate import Estimate, Phase
 from shardwise.cost.time.step_time import StepTime
 from shardwise.diagnosis.finding import Finding
-from shardwise.measure.step_time.timing import PARTS, PhaseStats, Timing
+from shardwise.measure.step_time.timing import PHASES, PhaseStats, Timing
 from shardwise.measure.utilisation import Utilisation
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
@@ -129,7 +129,7 @@ def timing() -> Timing:
         mine["backward"] += late * 0.67 - SLOW_S * 0.67 / RANKS
         mine["slowest_rank"] = 0.0 if rank == 2 else MEANS["slowest_rank"] * RANKS / (RANKS - 1)
         ranks.append(mine)
-    parts: dict[str, PhaseStats | None] = dict.fromkeys(PARTS)
+    parts: dict[str, PhaseStats | None] = dict.fromkeys(PHASES)
     for part in MEANS:
         values = [rank[part] for rank in ranks]
         most = max(range(RANKS), key=lambda i: values[i])

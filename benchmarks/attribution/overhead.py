@@ -84,7 +84,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     import torch.distributed as dist
 
     from shardwise.bench.step.step_bench import session_loop
-    from shardwise.distributed.comm_timer import WAITS
+    from shardwise.distributed.comm_timer import COMM_TIMER
     from shardwise.distributed.process_group import join, leave
     from shardwise.measure.step_time.attribution import Attribution
     from shardwise.plan.dims import dims_for
@@ -95,7 +95,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     ranks = join("cpu")
     accum = 4 if "pp" in strategy else 1
     plan = Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), 2), micro_batch=4 // accum, grad_accum=accum)
-    listener = WAITS.listener
+    listener = COMM_TIMER.listener
 
     def turns(model_of: Any, length: int, number: int) -> tuple[Any, Any, list[Any]]:
         """Seconds of each step with and without, as wall time and as CPU time of this thread."""
@@ -109,12 +109,12 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
             with nullcontext() if watched or of == "attribution" else without_checks(session):
                 prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
             loops.append((run, prepared, optimizer))
-        listener = WAITS.listener
+        listener = COMM_TIMER.listener
         times: tuple[list[float], list[float]] = ([], [])
         cpu: tuple[list[float], list[float]] = ([], [])
         for turn in range(WARM_UP + number):
             for contender in (0, 1) if turn % 2 else (1, 0):
-                WAITS.listener = listener if contender == 0 else None
+                COMM_TIMER.listener = listener if contender == 0 else None
                 run, prepared, optimizer = loops[contender]
                 dist.barrier()
                 begin, worked = time.perf_counter(), time.thread_time()
@@ -122,7 +122,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
                 if turn >= WARM_UP:
                     times[contender].append(time.perf_counter() - begin)
                     cpu[contender].append(time.thread_time() - worked)
-        WAITS.listener = listener
+        COMM_TIMER.listener = listener
         for keeper in keepers:
             keeper.finish()
         return times, cpu, keepers

@@ -16,7 +16,7 @@ from shardwise.measure.profiler.profile_steps import StepTrace
 from shardwise.measure.profiler.trace_text import words
 from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.step_time.attribution import Attribution
-from shardwise.measure.step_time.timing import PARTS
+from shardwise.measure.step_time.timing import PHASES
 from shardwise.measure.utilisation import peak_of, utilisation
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -99,7 +99,7 @@ def test_flops_are_those_counted_by_hand_and_mfu_is_their_part_of_the_peak(tmp_p
 @needs_gpu
 def test_parts_add_up_to_the_step(tmp_path: Path) -> None:
     _, timing, _, _ = train(tmp_path, "none")
-    assert sum(timing.seconds(part) for part in PARTS) == pytest.approx(timing.step_s, rel=0.03)
+    assert sum(timing.seconds(part) for part in PHASES) == pytest.approx(timing.step_s, rel=0.03)
     assert timing.seconds("backward") > timing.seconds("forward") > 0
 
 

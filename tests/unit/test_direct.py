@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint import shard_files as shards
 from shardwise.checkpoint.layout import Box
-from shardwise.checkpoint.save_plan import ShardWrite, Share
+from shardwise.checkpoint.save_plan import SavePlan, ShardWrite
 from shardwise.checkpoint.staging import Stage
 from shardwise.checkpoint.storage import direct_io as direct
 from shardwise.checkpoint.storage import local_storage as storage
@@ -194,7 +194,7 @@ def test_a_file_of_tensors(disk: Path, written: dict[bool, int], monkeypatch: py
             for n, t in tensors.items()
         }
         stage = Stage()
-        share = stage.begin(Share(pieces=full)).finish()
+        share = stage.begin(SavePlan(pieces=full)).finish()
         held = {name: piece.tensor for name, piece in share.pieces.items()}
         monkeypatch.setattr(direct, "aligned", refuse("a copy of what lies in the stage as in the file"))
     hashes = shards.write_file(disk / "a.safetensors", held)

@@ -35,7 +35,7 @@ def _seconds(call: Callable[[], None]) -> float:
 @pytest.mark.skipif(not group.Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
 def test_a_thread_at_work_is_waited_for() -> None:
     thread = _works(0.6)
-    spent = _seconds(group._settle)
+    spent = _seconds(group._drain_gloo_threads)
     thread.join()
     assert spent > 0.4
 
@@ -43,7 +43,7 @@ def test_a_thread_at_work_is_waited_for() -> None:
 @pytest.mark.skipif(not group.Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
 def test_but_not_for_ever() -> None:
     thread = _works(1.0)
-    spent = _seconds(lambda: group._settle(limit_s=0.2))
+    spent = _seconds(lambda: group._drain_gloo_threads(limit_s=0.2))
     assert thread.is_alive()
     thread.join()
     assert spent < 0.9

@@ -33,7 +33,7 @@ from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.measure.scaling_facts import LeftOut, Mode, Sample, Scaling, Subject, UnitTraffic, rows_of, warnings_of
-from shardwise.measure.step_time.timing import PARTS, PhaseStats, Timing
+from shardwise.measure.step_time.timing import PHASES, PhaseStats, Timing
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -51,7 +51,7 @@ def plan_for(strategy: str = "ddp", devices: int = 2, **changes: Any) -> Plan:
 
 def timing(step_s: float, world: int, **parts: float) -> Timing:
     """A timing whose named parts are as given, and ``forward`` the rest."""
-    seconds: dict[str, float | None] = dict.fromkeys(PARTS)
+    seconds: dict[str, float | None] = dict.fromkeys(PHASES)
     seconds.update(parts)
     seconds["forward"] = step_s - sum(parts.values())
     spreads = {

@@ -30,7 +30,7 @@ NOTHING: dict[str, Any] = {"activations": None, "logits": None, "buffers": 0}
 class Told(FitRecorder):
     """Bytes at rest are another test's."""
 
-    def _exact_lines(self, found: Any, *, told: bool, engine: bool) -> Any:
+    def _exact_lines(self, found: Any, *, lenient: bool, engine: bool) -> Any:
         return iter(())
 
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import Manifest, OptimizerEntry, TensorEntry, short_list
 from shardwise.checkpoint.layout import engine_of, plain
 from shardwise.checkpoint.parts import merged_groups
-from shardwise.checkpoint.save_plan import Share
+from shardwise.checkpoint.save_plan import SavePlan
 from shardwise.checkpoint.shard_files import write_file
 from shardwise.checkpoint.storage.local_storage import Folder, free_bytes
 from shardwise.errors import CheckpointError, UserError
@@ -61,7 +61,7 @@ class ManifestHead:
         return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
 
 
-def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
+def write_share(working: Folder, share: SavePlan, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
     """Write this rank's file into ``working`` and return its report as JSON; never raises.
 
     A rank without tensors writes no file. ``wrong`` is an earlier error; then nothing is written.

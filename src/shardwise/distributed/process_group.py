@@ -151,7 +151,7 @@ def leave(ranks: Ranks) -> None:
     if made is not None:
         announce_left(made)
     if ranks.control is not None:
-        _settle()
+        _drain_gloo_threads()
     if ranks.owns_group:
         dist.destroy_process_group()
     elif made is not None:
@@ -176,7 +176,7 @@ def _leave_rest() -> None:
         leave(ranks)
 
 
-def _settle(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
+def _drain_gloo_threads(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
     """Wait until gloo's threads have released the tensors of the last messages.
 
     A thread of PyTorch needs the interpreter for that, also after the message has arrived. DDP's reducer, if it

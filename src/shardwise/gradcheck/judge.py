@@ -52,14 +52,14 @@ class Judge:
         return explain_weights(expected, found, compare(expected, found), self.setting)
 
     def step(
-        self, watch: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
+        self, recorder: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
     ) -> Judged:
         """Compare the gradients before and after clipping, the norm and the loss of a step."""
         names, tolerance = list(expected.gradients), self.references.tolerance
         scale = min(1.0, CLIPPED * expected.norm / (expected.norm + 1e-6))
         scaled = {n: None if g is None else g * scale for n, g in expected.gradients.items()}
-        clipped = max((d.error for d in compare(scaled, watch.clipped)), default=0.0)
-        table = error_table(names, compare(expected.gradients, watch.raw), clipped, self.session.ranks)
+        clipped = max((d.error for d in compare(scaled, recorder.clipped)), default=0.0)
+        table = error_table(names, compare(expected.gradients, recorder.raw), clipped, self.session.ranks)
         errors = [max(float(row[i]) for row in table) for i in range(len(names))]
         merged = [
             Difference(name=name, error=float("inf") if error < 0 else error, missing=error < 0)  # on no rank
@@ -75,7 +75,7 @@ class Judge:
         )
         if verdict.ok:
             return Judged(verdict)
-        parts = all_parts(names, watch.raw, self.session.ranks)
+        parts = all_parts(names, recorder.raw, self.session.ranks)
         if not self.session.ranks.is_main:
             return Judged(verdict)
         found = self._furthest(expected.gradients, parts, table)

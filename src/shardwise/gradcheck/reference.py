@@ -152,11 +152,11 @@ def refuse_own_collectives(model: nn.Module, batch: Batch) -> None:
     Raises:
         ModelError: it communicates.
     """
-    with _OwnCalls() as watch:
+    with _OwnCalls() as recorder:
         token_loss_sum(model(batch[0]), batch[1]).backward()
-    if watch.names:
+    if recorder.names:
         raise ModelError(
-            f"the model itself talks to other ranks ({', '.join(sorted(watch.names))}) in its forward or backward: one "
-            "process has none, and where ranks have different numbers of micro batches one of them waits for ever, so "
-            "there is nothing to verify; compute from the rank's own batch alone"
+            f"the model itself talks to other ranks ({', '.join(sorted(recorder.names))}) in its forward or backward: "
+            "one process has none, and where ranks have different numbers of micro batches one of them waits for ever, "
+            "so there is nothing to verify; compute from the rank's own batch alone"
         )

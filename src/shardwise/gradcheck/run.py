@@ -181,8 +181,8 @@ def _run(
     spec = read_model(model)
     parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
-    effects, fit, watch = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
-    session.observers += [watch, _Quiet(effects), _Quiet(fit)]
+    effects, fit, recorder = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
+    session.observers += [recorder, _Quiet(effects), _Quiet(fit)]
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
     misplaced = judge.weights()
@@ -193,7 +193,7 @@ def _run(
         expected = references.of(plan, STEPS[number], batches)
         step.run(outer, token_loss_sum)
         result = step.update(optimizer, clip_norm=expected.norm * CLIPPED)
-        judged = judge.step(watch, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
+        judged = judge.step(recorder, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
         found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.reasons)))
         with torch.no_grad():  # each step starts from the same weights
             for parameter, weight in zip(session.module.parameters(), weights, strict=True):

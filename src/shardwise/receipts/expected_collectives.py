@@ -50,20 +50,20 @@ class Tally:
 
 
 def model_parallel_traffic(
-    session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder
+    session: Session, spec: ModelSpec, micros: Sequence[Micro], recorder: StepRecorder
 ) -> dict[str, Traffic]:
     """Return every collective of a step on this rank, whose part of the model is ``spec``.
 
     The width of the hidden state is observed where it enters a block, as is whether the loss is this package's own.
     """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
-    facts = _Facts(session, spec, micros, watch)
+    facts = _Facts(session, spec, micros, recorder)
     if decision is not None and decision.layout is not None:
         _tensor(tally, facts, decision.layout)
-        if watch.logits and decision.layout.logits is not None:
-            _loss(tally, facts, watch.recorder.collectives)
+        if recorder.logits and decision.layout.logits is not None:
+            _loss(tally, facts, recorder.recorder.collectives)
     if decision is not None and decision.context is not None:
-        _context(tally, facts, decision.context.sites, watch)
+        _context(tally, facts, decision.context.sites, recorder)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
     return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
@@ -72,9 +72,9 @@ def model_parallel_traffic(
 class _Facts:
     """Facts of a step that all axes need."""
 
-    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder) -> None:
-        self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, watch.forwards
-        self.width = max(watch.widths, default=0)
+    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], recorder: StepRecorder) -> None:
+        self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, recorder.forwards
+        self.width = max(recorder.widths, default=0)
         self.batches = number = len(micros)
         known = tokens_of(micros)
         if self.forwards.number not in (0, number):  # unusual number of model calls: each counts as one
@@ -237,7 +237,7 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
         tally.add("all_reduce", "tp", (0, 8 * number), (0, 8 * num_bytes))
 
 
-def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepRecorder) -> None:
+def _context(tally: Tally, facts: _Facts, sites: Sequence[str], recorder: StepRecorder) -> None:
     """Add two exchanges for each attention, forward and backward.
 
     Their bytes depend on its heads.
@@ -247,7 +247,7 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepRecor
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
     if (here < len(sites) and not facts.spec.blocks) or not facts.forwards.one_each(facts.spec.blocks):
-        number = watch.exchanged // (2 if facts.again else 1)
+        number = recorder.exchanged // (2 if facts.again else 1)
     more = 2 * number if facts.again else 0
     least = (4 * number if facts.trained else 2 * number) + (more if facts.again_least else 0)
     tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))

@@ -54,9 +54,9 @@ class FitRecorder:
         self._seen += 1
         if self._seen < PEAK_STEP or self._final or not self._complete(session):
             return
-        watch = peak_watch(session.device)
-        if watch.start(session):
-            self._watch = watch
+        recorder = peak_watch(session.device)
+        if recorder.start(session):
+            self._watch = recorder
         self._blind = any(row[0] for row in gather_ints([int(self._watch is None)], session.ranks))
 
     def on_gradients(self, session: Session, step: Step) -> None:
@@ -73,8 +73,8 @@ class FitRecorder:
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """Measure, and report."""
-        watch, self._watch = self._watch, None
-        peaks = watch.stop(session, step) if watch is not None else None
+        recorder, self._watch = self._watch, None
+        peaks = recorder.stop(session, step) if recorder is not None else None
         if self._final or self._seen < PROBED_STEP:
             return
         if peaks is not None and not self._blind:

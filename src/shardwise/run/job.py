@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.link_calibration import CalibrationFile
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.cost.time.step_time import StepTime
 from shardwise.environment import visible_devices
 from shardwise.hardware.cluster import ClusterSpec, detect
@@ -258,7 +258,7 @@ def choose_plan(
         sample = example_inputs_of(corpus, config, plan.micro_batch or 1)
         return decide(module, spec, plan, sample)
 
-    def check_sharding(plan: Plan) -> Parts:
+    def check_sharding(plan: Plan) -> ShardPlacement:
         plan = plan if fixed else with_options(plan, config)
         return parts_of(decided(plan), spec, plan)
 
@@ -360,7 +360,7 @@ def _fixed_choice(
     workload: Workload,
     profile: ModelProfile | None,
     cluster: ClusterSpec,
-    parts: Parts,
+    parts: ShardPlacement,
     links: CalibrationFile | None,
 ) -> Choice:
     """Cost a given plan."""

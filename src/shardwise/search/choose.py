@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.memory.estimate_memory import Parts, estimate_memory
+from shardwise.cost.memory.estimate_memory import ShardPlacement, estimate_memory
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import layout_of
 from shardwise.cost.time.step_time import StepTime
@@ -26,14 +26,14 @@ from shardwise.search.advice import Command, search_and_advise
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import Costs, Question, ask, usable_bytes
+from shardwise.search.problem import Costs, SearchProblem, ask, usable_bytes
 from shardwise.search.search import USABLE_IF_UNKNOWN, cost_of, rank
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
 
 # raises ModelError or PlanError where the live module does not support the plan
-ShardingCheck = Callable[[Plan], Parts | None]
+ShardingCheck = Callable[[Plan], ShardPlacement | None]
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def choose_profiled(
     result = search_and_advise(
         profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs, command=command
     )
-    question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
-    best, parts, refused = _allowed(question, result, check_sharding)
+    problem = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
+    best, parts, refused = _allowed(problem, result, check_sharding)
     if best is None:
         lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates if c.plan.strategy not in dict(refused)]
         lines += [f"  {name}: {why}" for name, why in refused] + [f"  {line}" for line in result.advice]
@@ -183,15 +183,15 @@ def choose_profiled(
 
 
 def _allowed(
-    question: Question, result: SearchResult, check_sharding: ShardingCheck | None
-) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
+    problem: SearchProblem, result: SearchResult, check_sharding: ShardingCheck | None
+) -> tuple[Candidate | None, ShardPlacement | None, list[tuple[str, str]]]:
     """Return the best supported candidate, its placement, and the rejected ones.
 
     The live module decides. Rejected ones come with their messages.
     """
     refused: list[tuple[str, str]] = []
     ranked, chosen = list(result.candidates), result.recommended
-    if question.pins.strategy is not None:
+    if problem.pins.strategy is not None:
         chosen = 0
     while chosen is not None:
         best = ranked[chosen]
@@ -201,17 +201,17 @@ def _allowed(
         try:
             return best, check_sharding(best.plan), refused
         except (ModelError, PlanError) as error:
-            if question.pins.strategy is not None:
+            if problem.pins.strategy is not None:
                 raise
             why, axes = "; ".join(error.problems), (strategy.tp, strategy.pp, strategy.cp)
         same = [c for c in ranked if (c.plan.parsed.tp, c.plan.parsed.pp, c.plan.parsed.cp) == axes]
         refused += [(c.plan.strategy, why) for c in same]
-        ranked, chosen = rank(question, [c for c in ranked if c not in same])
-        ranked = with_reasons(question, ranked, chosen, result.considered)
+        ranked, chosen = rank(problem, [c for c in ranked if c not in same])
+        ranked = with_reasons(problem, ranked, chosen, result.considered)
     return None, None, refused
 
 
-def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Parts | None = None) -> Estimate:
+def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: ShardPlacement | None = None) -> Estimate:
     """Estimate the candidate with the live module's parameters, gradients and optimizer state.
 
     Under tensor or pipeline parallel ``parts`` gives the placement; by default, the profile.

@@ -45,7 +45,7 @@ class Totals:
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
-    """Compute the inputs of `rough_step_time_s` and `floor_bytes`."""
+    """Compute the inputs of `rough_step_time_s` and `min_bytes`."""
     gpu = cluster.gpu
     peak = (gpu.peak_flops.get(precision) or gpu.peak_flops.get("bf16")) if gpu else None
     link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
@@ -72,7 +72,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     )
 
 
-def floor_bytes(totals: Totals, layout: Layout) -> float:
+def min_bytes(totals: Totals, layout: Layout) -> float:
     """Lower bound of bytes per rank: weights, gradients and optimizer state, evenly sharded."""
     strategy, dims = layout.strategy, layout.dims
     if strategy.offload or strategy.nvme:

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import DataError, ModelError
 from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.parallel.loss_terms import LossTerms
@@ -80,7 +80,7 @@ class _ShardedCrossEntropy(Function):
         wide = local if local.dtype == torch.float64 else local.float()
         tokens, width = wide.shape
         largest = wide.amax(-1) if width else wide.new_full((tokens,), -torch.inf)
-        with WAITS.part("exposed_tp"):
+        with COMM_TIMER.part("exposed_tp"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         at = labels - first
         here = counts & (at >= 0) & (at < width)
@@ -90,7 +90,7 @@ class _ShardedCrossEntropy(Function):
             torch.sum((wide - largest.unsqueeze(-1)).exp_(), -1, out=sums[0])
             own = wide.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill_(~here, 0)
             sums[1] = terms.target(own, wide.sum(-1) if terms.label_smoothing else None, vocab)
-        with WAITS.part("exposed_tp"):
+        with COMM_TIMER.part("exposed_tp"):
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log_().add_(largest)
         ctx.terms, ctx.vocab = terms, vocab

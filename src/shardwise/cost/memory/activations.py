@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.cost.memory.local_shapes import FP32, Same, ShardLayout
+from shardwise.cost.memory.local_shapes import FP32, ShardLayout, UnitKey
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.divisibility import kv_repeats
@@ -61,7 +61,7 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         exchanges=layout.cp > 1 and layout.framework == "shardwise",
         own_loss=layout.framework == "shardwise",
     )
-    return _unit_bytes(Same(unit), layout.width, layout.autocasts, sharding, mode, compiled)
+    return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class ActivationSharding:
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(
-    same: Same, width: int, autocasts: bool, sharding: ActivationSharding, mode: Recompute, compiled: bool
+    same: UnitKey, width: int, autocasts: bool, sharding: ActivationSharding, mode: Recompute, compiled: bool
 ) -> UnitBytes:
     unit = same.unit
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # low-precision base, same stream

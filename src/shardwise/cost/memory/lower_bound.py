@@ -84,7 +84,7 @@ class _Key:
         return self._hash
 
 
-def screen(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
+def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
     """Live bytes at the peak of the fullest rank, some per cent low.
 
     Allocator overhead and context are not counted.

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import DataError, ModelError
 from shardwise.model.facts import ModelSpec
-from shardwise.parallel.context_parallel.inspect_attention import POSITIONS, ContextLayout, look_at_context
+from shardwise.parallel.context_parallel.inspect_attention import POSITIONS, ContextLayout, inspect_context
 from shardwise.parallel.context_parallel.ulysses import Exchange, exchange_in, exchange_of
 from shardwise.plan.plan import Plan
 
@@ -31,7 +31,7 @@ def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
     Raises:
         ModelError: all obstacles, with what would work.
     """
-    return look_at_context(module, spec, plan, sample)
+    return inspect_context(module, spec, plan, sample)
 
 
 def apply_context(

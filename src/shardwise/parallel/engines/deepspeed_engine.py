@@ -55,7 +55,7 @@ from shardwise.parallel.engines.engine import EngineTensors, note_engine
 from shardwise.parallel.materialize import broadcast_buffers, make_contiguous, materialize
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.unsupported_tensors import check_tensors
-from shardwise.plan.deepspeed_stages import Place, deepspeed_config, zero_stage
+from shardwise.plan.deepspeed_stages import Location, deepspeed_config, zero_stage
 from shardwise.plan.plan import Plan
 
 Weights = dict[str, torch.Tensor]
@@ -304,11 +304,11 @@ class DeepSpeed:
             return 3
         return 2 if getattr(self.zero, "partition_gradients", False) else 1
 
-    def places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[Location, Location]:
         """Return where optimizer state and parameters are stored, from DeepSpeed's own settings."""
         zero = self.zero
         away = bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False))
-        state: Place = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
+        state: Location = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
         if not getattr(zero, "offload_param", False):
             return state, "device"
         return state, "nvme" if zero.params_in_nvme_and_cpu else "cpu"

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.mesh import Meshes
 from shardwise.errors import PlanError
 from shardwise.model.facts import ModelSpec
@@ -335,7 +335,7 @@ class Pipeline:
                 dist.P2POp(dist.isend, mine.contiguous(), group=self.group, group_peer=peer),
                 dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
             ]
-            with WAITS.part("pipeline"):
+            with COMM_TIMER.part("pipeline"):
                 for started in dist.batch_isend_irecv(ops):
                     started.wait()
             mine.add_(theirs)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import ModelError, UserError
 from shardwise.parallel.pipeline_parallel.stage_module import Receive
 
@@ -353,7 +353,7 @@ class RunStage(_PipelineStageBase):
         """Do nothing: the last backward has reduced."""
 
     def _begin(self, part: str) -> float:
-        WAITS.enter(part)
+        COMM_TIMER.enter(part)
         return self._clock()
 
     def _clock(self) -> float:
@@ -364,7 +364,7 @@ class RunStage(_PipelineStageBase):
         return time.perf_counter()
 
     def _note(self, kind: str, micro: int, start: float) -> None:
-        WAITS.leave()
+        COMM_TIMER.leave()
         if self.work is not None and self.work.spans is not None:
             self.work.spans.append(StageSpan(self.stage_index, kind, micro, start, self._clock()))
 

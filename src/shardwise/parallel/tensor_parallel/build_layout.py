@@ -9,10 +9,10 @@ from shardwise.model.flow import Flow, Product
 from shardwise.parallel.tensor_parallel.regions import Regions
 from shardwise.parallel.tensor_parallel.styles import starred
 from shardwise.parallel.tensor_parallel.tensor_layout import (
+    ArgRef,
     GatheredArgument,
     ModuleShard,
     ParameterView,
-    Place,
     Slices,
     TensorLayout,
     chunk,
@@ -36,7 +36,7 @@ class Findings:
     blocks: dict[str, Regions]
     head: VocabHead | None
     external_params: dict[str, tuple[str, ...]]
-    hidden: Place
+    hidden: ArgRef
     notes: tuple[str, ...]
 
 

@@ -43,7 +43,7 @@ class BlockCheck:
         self.parameters = {n: p for n, p in flow.parameters.items() if n.startswith(self.prefix) and p.requires_grad}
         self.calls = {(call.product.name, call.count): call for call in run.calls}
 
-    def settle(self, found: Regions) -> str | None:
+    def solve_attributes(self, found: Regions) -> str | None:
         """Find attributes that make ``found`` correct, and where sequences are gathered.
 
         Else return the difference.

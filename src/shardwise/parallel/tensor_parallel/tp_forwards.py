@@ -18,10 +18,10 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.tensor_parallel.tensor_layout import (
+    ArgRef,
     GatheredArgument,
     ModuleShard,
     ParameterView,
-    Place,
     Slices,
     TensorLayout,
     chunk,
@@ -31,11 +31,11 @@ from shardwise.parallel.tensor_parallel.tp_collectives import (
     SEQUENCE,
     Rows,
     TpGroup,
-    add_up,
     exchange,
-    gather_in,
-    join_last,
-    join_sequence,
+    gather_from_sp,
+    gather_from_tp,
+    gather_sequence,
+    reduce_from_tp,
     reduce_scatter_to_sp,
     scatter_to_sp,
     share,
@@ -62,7 +62,7 @@ class SharedInput:
         found = self.entered if self.source is tensor else None
         if found is None:
             if self.sequence:
-                found = gather_in(_as_computed(tensor), self.group)
+                found = gather_from_sp(_as_computed(tensor), self.group)
             else:
                 found = share(_as_computed(tensor), self.group) if tensor.requires_grad else tensor
             self.source, self.entered, self.left = tensor, found, self.readers
@@ -178,7 +178,7 @@ class TpForwards:
         if name and name == self.layout.first:
             _around(module, before=self._shard_hidden)
         if name and name == self.layout.last:
-            _around(module, after=lambda output: _on_hidden(output, lambda x: join_sequence(x, self.group)))
+            _around(module, after=lambda output: _on_hidden(output, lambda x: gather_sequence(x, self.group)))
 
     def linear(self, module: nn.Module, shard: ModuleShard) -> None:
         """Convert a ``Linear`` (or transformers' ``Conv1D``) to local weights."""
@@ -198,8 +198,8 @@ class TpForwards:
                 w = w.t()
             if kind != "rowwise":
                 found = functional.linear(x if way is None else way.enter(x), w, b)
-                return join_last(found, group, widths) if kind == "colwise_gather" else found
-            found = (reduce_scatter_to_sp if sequence else add_up)(functional.linear(x, w), group)
+                return gather_from_tp(found, group, widths) if kind == "colwise_gather" else found
+            found = (reduce_scatter_to_sp if sequence else reduce_from_tp)(functional.linear(x, w), group)
             return found if b is None else found + b.to(found.dtype)
 
         _subclass(module, {"forward": forward})
@@ -217,7 +217,7 @@ class TpForwards:
             torch._assert_async(((ids >= 0) & (ids < size)).all(), f"token ids must be from 0 to {size - 1}")
             others = (ids < first) | (ids >= end)
             found = inner((ids - first).masked_fill(others, 0), *args, **kwargs)
-            return add_up(found.masked_fill(others.unsqueeze(-1), 0), group)
+            return reduce_from_tp(found.masked_fill(others.unsqueeze(-1), 0), group)
 
         _wrap(module, around)
 
@@ -268,12 +268,12 @@ def _as_logits(local: torch.Tensor, vocab: int, mesh: DeviceMesh) -> torch.Tenso
     )
 
 
-def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _at(place: ArgRef, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[int(place[1])] if place[0] == "args" else kwargs[str(place[1])]
 
 
 def _put(
-    place: Place, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    place: ArgRef, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if place[0] == "args":
         index = int(place[1])

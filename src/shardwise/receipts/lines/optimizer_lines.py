@@ -47,15 +47,15 @@ class OptimizerRecorder:
                     self.gradient_dtypes.add(dtype_name(parameter.grad.dtype))
 
 
-def stepping_lines(session: Session, watch: OptimizerRecorder) -> Iterator[Line]:
+def stepping_lines(session: Session, recorder: OptimizerRecorder) -> Iterator[Line]:
     """Yield lines on the step's device and on parameters stepped before the backward ends."""
     plan = session.plan
     if plan.parsed.engine != "torch":  # its own optimizer steps
         return
     planned = "cpu" if plan.parsed.offload else session.device.type
-    found = ", ".join(sorted(watch.devices)) or "nothing"
+    found = ", ".join(sorted(recorder.devices)) or "nothing"
     yield Line(name="optimizer steps on", planned=planned, found=found, ok=planned == found)
-    early = sum(phase == "backward" for phase in watch.phases.values())
+    early = sum(phase == "backward" for phase in recorder.phases.values())
     if plan.optimizer_in_backward or early:
         full = sum(p.trainable for p in used_spec(session).parameters)
         planned = f"{full if plan.optimizer_in_backward else 0} of {full} parameters"

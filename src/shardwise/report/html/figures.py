@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.measure.step_time.timing import BETWEEN, WAITS, Timing
+from shardwise.measure.step_time.timing import BETWEEN, WAIT_PHASES, Timing
 from shardwise.report.html.layout_parts import colour, ordered, words
 from shardwise.report.html.run_record import (
     BenchSamples,
@@ -215,7 +215,9 @@ def shown_ranks(timing: Timing) -> list[int]:
 
     def own(rank: int) -> float:
         return sum(
-            v for part, v in timing.ranks[rank].items() if part not in (*WAITS, *BETWEEN, "slowest_rank", "pipeline")
+            v
+            for part, v in timing.ranks[rank].items()
+            if part not in (*WAIT_PHASES, *BETWEEN, "slowest_rank", "pipeline")
         )
 
     everyone = list(range(len(timing.ranks)))
