@@ -253,7 +253,7 @@ class TestTokenizers:
         (tmp_path / "broken.json").write_text("{")
         message = fails(DataError, folder, cache, tokenizer=str(tmp_path / "broken.json"))
         assert message.startswith(f"data.tokenizer '{tmp_path / 'broken.json'}' cannot be read: ")
-        (tmp_path / "none" / "config.json").write_text("{}")
+        (tmp_path / "none" / "tokenizer_config.json").write_text("{}")
         message = fails(DataError, folder, cache, tokenizer=str(tmp_path / "none"))
         assert message.startswith(f"data.tokenizer '{tmp_path / 'none'}' cannot be read: ")
         tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "endless.json"))

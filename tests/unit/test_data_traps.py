@@ -15,10 +15,11 @@ from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
-from shardwise.train.data.documents import Document
+from shardwise.train.data.documents import Document, columns_of
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.data.packing import pieces_of
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
+from shardwise.train.data.tokenizer import load_tokenizer
 
 TOOLS = (
     "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -244,3 +245,16 @@ def test_bytes_have_no_token_for_a_template_that_ends_turns_with_one(tmp_path: P
     path = lines(tmp_path / "rows.jsonl", [chat("q", "a")])
     with pytest.raises(DataError, match="no turn would end"):
         prepared(tmp_path, path=path, chat_template=str(tmp_path / "ends.jinja"))
+
+
+def test_a_models_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(DataError, match="has no tokenizer file; give 'bytes'"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_columns_are_found_in_any_case() -> None:
+    assert columns_of(["Question", "Answer"], None, {}, "rows.csv").names == {
+        "prompt": "Question",
+        "completion": "Answer",
+    }

@@ -87,7 +87,7 @@ def columns_of(known: Sequence[str], text_field: str | None, given: Mapping[str,
     found = dict(given)
     if text_field is None:
         for part, names in NAMES.items():
-            usual = next((name for name in names if name in known), None)
+            usual = next((name for wanted in names for name in known if name.lower() == wanted), None)
             if part not in found and usual is not None:
                 found[part] = usual
         for kind, needed in NEEDS.items():

@@ -61,7 +61,9 @@ def tokenizer_files(name: str) -> list[Path]:
     path = place_of(name, f"data.tokenizer '{name}'")
     kinds = ("json", "txt", "model", "jinja")
     files = [path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(f"*.{kind}"))
-    if not [file for file in files if file.suffix != ".jinja"]:
+    if path.is_dir() and not any(f.suffix == ".model" or f.name.startswith(TOKENIZER_NAMES[:-1]) for f in files):
+        files = []  # a model's folder has other files of these kinds
+    if not files:
         what = "has no tokenizer file" if path.is_dir() else "does not exist here"
         raise DataError(f"data.tokenizer '{name}' {what}; give 'bytes', a tokenizer.json or a folder with one")
     return files
@@ -71,7 +73,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Load ``bytes``, a ``tokenizer.json`` (without truncation and padding) or a folder.
 
     Raises:
-        DataError: it cannot be read, or has no token that ends a document.
+        DataError: it is not there, cannot be read, or has no token that ends a document.
     """
     if name == "bytes":
         return Tokenizer(
@@ -83,6 +85,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             _byte_offsets,
             lambda ids: bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", errors="replace"),
         )
+    tokenizer_files(name)
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     library = need("tokenizers" if file.is_file() else "transformers")
