@@ -7,27 +7,31 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
+import shardwise
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
 from shardwise.measure.step_time.timing import BETWEEN, PHASES, PhaseStats
-from shardwise.report.html import elements as html
 from shardwise.report.html import figures as html_figures
-from shardwise.report.html import layout_parts as html_parts
-from shardwise.report.html.elements import make_report, render, write_report
-from shardwise.report.html.environment_section import environment_facts, write_environment
+from shardwise.report.html import page as html
+from shardwise.report.html.page import make_report, render, write_report
 from shardwise.report.html.run_folder import read_run, series_of
 from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.sample_files import read_links, read_scaling, together
-from shardwise.report.html.text import Safe, el, milliseconds, percent, sampled
+from shardwise.report.html.text import milliseconds, percent, rendered, sampled
+from shardwise.report.sample_preview import MarkedText, html_page
 from shardwise.run.rank_main import finite
 from shardwise.run.run_summary import loss_text
+from shardwise.train.run_files import environment_facts, write_environment
+from tests.cli import configs
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 
 FILES = ("summary.json", "job.json", "timing.json", "findings.json", "environment.json", "metrics.jsonl")
@@ -127,7 +131,7 @@ def test_page_is_made_from_the_record_alone(run, tmp_path):
     document = (run / "report.json").read_text()
     for file in FILES:
         (run / file).unlink()
-    assert render(document) == page.read_text()
+    assert render(RunRecord.model_validate_json(document)) == page.read_text()
     assert json.loads(document)["schema"] == 1
 
 
@@ -312,19 +316,43 @@ def test_every_text_is_escaped(tmp_path):
     assert not any("onerror" in key for _, attrs in page.elements for key in attrs)
 
 
+def test_templates_trust_only_files_of_the_package():
+    texts = "".join(path.read_text() for path in (html.ASSETS.parent / "templates").iterdir())
+    assert re.findall(r"(\w+)\s*\|\s*safe", texts) == ["css", "library", "js"]
+    assert "autoescape" not in texts
+
+
+def test_a_fact_that_is_missing_is_no_empty_text(run):
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        rendered("sample_preview.html.j2", facts=(), roles=(), documents=())
+
+
+def test_a_hostile_sample_is_text():
+    part = MarkedText(EVIL, '"><b>', True)
+    page = Page(html_page(EVIL, [EVIL], [(EVIL, [part])]))
+    assert page.text.count('<script>alert("x")</script>') == 5, "title, heading, fact, name and text"
+    assert not {"script", "img", "b"} & {tag for tag, _ in page.elements}
+    assert ("mark", {"class": '"><b>'}) in page.elements
+
+
+def test_a_sample_keeps_its_spaces_and_says_what_has_a_loss():
+    parts = [MarkedText("a  b\n", "user", False), MarkedText("  c", "assistant", True)]
+    page = html_page("t", [], [("document 0", parts)])
+    assert '<pre><span class="user">a  b\n</span><mark class="assistant">  c</mark></pre>' in page
+
+
+def test_the_package_contains_every_file_it_reads():
+    root = Path(shardwise.__file__).parent
+    globs = tomllib.loads((configs.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {path for pattern in globs["shardwise"] for path in root.glob(pattern)}
+    others = (path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+    assert set(others) == packed
+
+
 def test_names_in_charts_are_text(tmp_path):
-    figures = html.all_figures(read_run(evil_run(tmp_path / "run")))
+    figures = html_figures.all_figures(read_run(evil_run(tmp_path / "run")))
     written = re.sub(r"</?extra>", "", json.dumps([figures[name]["data"] for name in ("parts", "ranks")]))
     assert "&lt;script&gt;" in written and "<" not in written
-
-
-def test_no_figure_can_end_its_script():
-    assert "<" not in html._json({"a": {"data": ["</script>"], "layout": {}}})
-
-
-def test_elements():
-    assert el("p", "a < b", Safe("<br>"), None, class_="x", title='"') == '<p class="x" title="&quot;">a &lt; b<br></p>'
-    assert el("meta", charset="utf-8") == '<meta charset="utf-8">'
 
 
 def test_nothing_is_loaded_from_anywhere(run):
@@ -349,7 +377,8 @@ def test_without_plotly_the_numbers_are_open(run, monkeypatch):
 
 def test_plotly_js_is_embedded_once_and_not_imported(run):
     code = (
-        "import sys; from pathlib import Path; from shardwise.report.html.elements import make_report;"
+        "import sys; from pathlib import Path; from shardwise.report.html.page import make_report;"
+        "assert 'jinja2' not in sys.modules, 'only a page needs it';"
         f"make_report(Path({str(run)!r})); print(*sorted({{n.split('.')[0] for n in sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -360,7 +389,7 @@ def test_plotly_js_is_embedded_once_and_not_imported(run):
 def test_figures_are_what_plotly_takes(run, tmp_path):
     graph_objects = pytest.importorskip("plotly.graph_objects", reason="needs plotly (the extra ui)")
     options = {"scaling": read_scaling(write_scaling(tmp_path)), "links": read_links(write_links(tmp_path))}
-    figures = html.all_figures(read_run(run, **options))
+    figures = html_figures.all_figures(read_run(run, **options))
     assert set(figures) == {"loss", "heldout", "throughput", "parts", "ranks", "memory", "scaling", "links"}
     for name, figure in figures.items():
         text = re.sub(r'"var:[a-z0-9_-]+"', '"#123456"', json.dumps({k: figure[k] for k in ("data", "layout")}))
@@ -392,11 +421,11 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_can_be_read(run, tmp_path, theme):
     colours = themes()[theme]
-    figures = html.all_figures(
+    figures = html_figures.all_figures(
         read_run(run, scaling=read_scaling(write_scaling(tmp_path)), links=read_links(write_links(tmp_path)))
     )
     used = set(re.findall(r'"var:([a-z0-9_-]+)"', json.dumps(figures)))
-    used |= {html_parts.colour(part) for part in (*PHASES, *BETWEEN)}
+    used |= {html_figures.colour(part) for part in (*PHASES, *BETWEEN)}
     used |= set(re.findall(r"var\(--([a-z0-9_-]+)\)", (html.ASSETS / "report.css").read_text()))
     assert not used - colours.keys()
     pairs = [(text, ground) for text in ("ink", "soft", "accent", "good", "bad") for ground in ("page", "card")]
@@ -411,9 +440,9 @@ def _weak(colours: dict[str, str], pair: tuple[str, str], least: float) -> bool:
 
 
 def test_every_part_is_in_one_family():
-    listed = [part for parts in html_parts.FAMILIES.values() for part in parts]
+    listed = [part for parts in html_figures.FAMILIES.values() for part in parts]
     assert sorted(listed) == sorted(PHASES)
-    assert sum(seconds for _, seconds in html_parts.families(timing())) == pytest.approx(timing().step_s)
+    assert sum(seconds for _, seconds in html_figures.families(timing())) == pytest.approx(timing().step_s)
 
 
 def test_rows_of_a_long_run_are_means():
@@ -551,7 +580,7 @@ def test_a_step_without_parts_is_no_zero_in_the_stack(run):
 
 
 def test_labels_stand_beside_their_lines_and_checkpoints_are_seen(run):
-    figures = html.all_figures(read_run(run))
+    figures = html_figures.all_figures(read_run(run))
     for name in ("loss", "throughput"):
         (label,) = figures[name]["layout"]["annotations"]
         assert (label["xref"], label["x"], label["xanchor"]) == ("paper", 1, "left")

@@ -15,9 +15,8 @@ from shardwise.report.progress import label_metrics
 from shardwise.run.checks import adapter_of
 from shardwise.run.job import Job
 from shardwise.train.config import Config
+from shardwise.train.run_files import RunFile
 from shardwise.train.tasks.registry import prepare_data
-
-SUMMARY = "summary.json"
 
 
 def keep_job(job: Job) -> Path:
@@ -27,10 +26,10 @@ def keep_job(job: Job) -> Path:
         MachineError: they cannot be written.
     """
     output = Path(job.config.train.output)
-    file = output / "job.json"
+    file = output / RunFile.JOB
     try:
         file.write_text(job.to_json())
-        (output / "plan.toml").write_text(job.plan.to_toml())
+        (output / RunFile.PLAN).write_text(job.plan.to_toml())
     except OSError as error:
         raise MachineError(
             f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
@@ -46,7 +45,9 @@ def finished(config: Config) -> dict[str, Any] | None:
             has this run, finished under another strategy or precision than requested now.
     """
     output = Path(config.train.output)
-    if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))):
+    if not config.checkpoint.resume and (
+        (output / RunFile.SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))
+    ):
         raise ConfigError(
             f"train.output '{config.train.output}' contains a run already and checkpoint.resume is false; "
             "choose another train.output, or set checkpoint.resume=true to resume"
@@ -71,7 +72,7 @@ def finished(config: Config) -> dict[str, Any] | None:
 def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
     """Return this run's summary, its spread, and its data fingerprint; ``None`` if unfinished."""
     try:
-        summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
+        summary: dict[str, Any] = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())
     except (OSError, ValueError):
         return None
     spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)

@@ -9,20 +9,21 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwise.measure.step_time.timing import BETWEEN, WAIT_PHASES, Timing
-from shardwise.report.html.layout_parts import colour, ordered, words
+from shardwise.measure.step_time.timing import BETWEEN, NAMES, PHASES, WAIT_PHASES, Timing
 from shardwise.report.html.run_record import (
     BenchSamples,
     Column,
     Curve,
     LoggedEvaluation,
     Memory,
+    RunRecord,
     SavedCheckpoint,
     Series,
 )
+from shardwise.units import bytes_text
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -36,6 +37,59 @@ MIB, GIB = 2**20, 2**30
 LABELS = 72
 """Pixels at the right of a chart for the labels of its lines, which would cover them elsewhere."""
 _AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}
+
+FAMILIES = {
+    "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
+    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
+    "waiting for slowest rank": ("slowest_rank",),
+    "data": ("data", "transfer"),
+    "the loop's own code": ("other",),
+}
+"""Families of parts for a summary sentence; every part is in one of them."""
+ORDER = tuple(part for family in FAMILIES.values() for part in family)
+"""Stack order from bottom to top: compute first, waiting on top of it."""
+
+
+def words(part: str) -> str:
+    """Return a part's title; an unknown part keeps its name."""
+    return NAMES.get(part, part)
+
+
+def colour(part: str) -> str:
+    """Return the style sheet variable of a part's colour."""
+    return f"p-{part}" if part in PHASES or part in BETWEEN else "p-other"
+
+
+def ordered(parts: Mapping[str, object]) -> list[str]:
+    """Order the present parts as in the stack; unknown ones last."""
+    return [part for part in ORDER if part in parts] + [part for part in parts if part not in ORDER]
+
+
+def families(timing: Timing) -> list[tuple[str, float]]:
+    """Sum seconds of a step by family, largest first; empty families are left out."""
+    sums = {name: sum(timing.seconds(part) for part in parts) for name, parts in FAMILIES.items()}
+    return sorted(((name, value) for name, value in sums.items() if value > 0), key=lambda item: -item[1])
+
+
+def all_figures(record: RunRecord) -> dict[str, Figure]:
+    """Build the charts that the record has numbers for, by name."""
+    series, timing = record.series, record.timing
+    found = {
+        "loss": loss_figure(series),
+        "heldout": heldout_figure(record.evaluations),
+        "throughput": throughput_figure(series, record.figures.tokens_per_s, record.saves),
+        "parts": parts_figure(series),
+        "ranks": None if timing is None else ranks_figure(timing),
+        "memory": memory_figure(record.memory),
+        "scaling": curves_figure(record.scaling, x="devices", y="tokens a second", text=lambda count: f"{count:,.0f}"),
+        "links": curves_figure(
+            record.links,
+            x="size of a message",
+            y="GB/s on the bus",
+            text=lambda size: bytes_text(size).replace(".00", ""),
+        ),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300, **layout: Any) -> Figure:
@@ -236,11 +290,11 @@ def ranks_figure(timing: Timing) -> Figure | None:
     if len(ranks) < 2:
         return None
     unit, name = _unit(timing.step_s)
-    predicted_peaks = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
-    seen = dict.fromkeys(part for rank in ranks for part in predicted_peaks[rank])
+    told = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
+    seen = dict.fromkeys(part for rank in ranks for part in told[rank])
     data = []
     for part in ordered(seen):
-        values = [predicted_peaks[rank].get(part, 0.0) for rank in ranks]
+        values = [told[rank].get(part, 0.0) for rank in ranks]
         text = [f"{value * unit:.3g}" if value > 0.08 * timing.step_s else "" for value in values]
         bar: Figure = {
             "type": "bar",
@@ -265,14 +319,14 @@ def memory_figure(memory: Memory) -> Figure | None:
     """Plot predicted and measured peaks by phase; ``None`` without measurements."""
     if not memory.peaks:
         return None
-    predicted_peaks = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
+    told = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
     phases: list[str] = [phase for phase in ("forward", "backward", "optimizer") if phase in memory.peaks]
     phases += [phase for phase in memory.peaks if phase not in phases]
-    most = max([*memory.peaks.values(), *(predicted_peaks.get(phase, 0) for phase in phases)])
+    most = max([*memory.peaks.values(), *(told.get(phase, 0) for phase in phases)])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     rows = (
         ("measured", "var:accent", [memory.peaks.get(phase) for phase in phases]),
-        ("predicted", "var:pale", [predicted_peaks.get(phase) for phase in phases]),
+        ("predicted", "var:pale", [told.get(phase) for phase in phases]),
     )
     data = []
     for label, tone, column in rows:

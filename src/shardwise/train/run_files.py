@@ -1,19 +1,52 @@
-"""Environment of a run: versions, system, devices and driver.
+"""Files of a run's folder: their names, and the environment, which is written as the run starts.
 
-Stored with the run, because a report may be made later and elsewhere. It loads no torch, and has no host, user or path.
+The environment is stored with the run, because a report may be made later and elsewhere. It loads no torch, and has no
+host, user or path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shardwise.hardware.cpu import cores_here, processor_name
 
-ENVIRONMENT = "environment.json"
 PACKAGES = ("shardwise", "torch", "triton", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+
+
+class RunFile(StrEnum):
+    """Names of the files in a run's folder (``train.output``)."""
+
+    JOB = "job.json"
+    PLAN = "plan.toml"
+    ENVIRONMENT = "environment.json"
+    METRICS = "metrics.jsonl"
+    TIMING = "timing.json"
+    FINDINGS = "findings.json"
+    SUMMARY = "summary.json"
+    RECORD = "report.json"
+    PAGE = "report.html"
+    LOCK = ".lock"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically by ``text``: no reader sees half of it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def environment_facts() -> dict[str, str]:
@@ -53,6 +86,4 @@ def write_environment(folder: Path) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    temporary = folder / f"{ENVIRONMENT}.tmp"
-    temporary.write_text(json.dumps(environment_facts(), indent=1))
-    temporary.replace(folder / ENVIRONMENT)
+    replace_file(folder / RunFile.ENVIRONMENT, json.dumps(environment_facts(), indent=1))
