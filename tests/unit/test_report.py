@@ -31,7 +31,7 @@ from shardwise.report.sample_preview import MarkedText, html_page
 from shardwise.run.rank_main import finite
 from shardwise.run.run_summary import loss_text
 from shardwise.train.run_files import environment_facts, write_environment
-from tests.cli import configs
+from shardwise.units import count_text
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 
 FILES = ("summary.json", "job.json", "timing.json", "findings.json", "environment.json", "metrics.jsonl")
@@ -343,7 +343,7 @@ def test_a_sample_keeps_its_spaces_and_says_what_has_a_loss():
 
 def test_the_package_contains_every_file_it_reads():
     root = Path(shardwise.__file__).parent
-    globs = tomllib.loads((configs.ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    globs = tomllib.loads((root.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     packed = {path for pattern in globs["shardwise"] for path in root.glob(pattern)}
     others = (path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
     assert set(others) == packed
@@ -596,9 +596,31 @@ def test_it_is_said_which_step_time_is_which(run):
     text = page_of(run).text
     assert f"median step {milliseconds(told.median_step_s)}" in text
     assert (
-        f"{milliseconds(told.median_step_s)} is the median (key figures), {milliseconds(told.step_s)} the mean, "
-        f"{full} the mean with the checkpoints and evaluations between steps (findings)"
+        f"{milliseconds(told.median_step_s)} is the median (key figures), {milliseconds(told.step_s)} the average "
+        f"(where it goes), {full} the average with the checkpoints and evaluations between steps (findings)"
     ) in text
+
+
+def test_each_line_of_a_chart_is_named(run):
+    text = page_of(run).text
+    rate = count_text(timing().tokens_per_s)
+    assert f"Dashed: their average after the warm-up, {rate}. Thin: the points; thick: their running median." in text
+    assert "Training loss, 10.625 at first and 3.322 at last. Thin: the points; thick: their running median." in text
+
+
+def test_a_run_of_samples_has_no_tokens_on_its_page(tmp_path):
+    folder = write_run(tmp_path / "run", timing_json={**timing().model_dump(mode="json"), "tokens_per_s": None})
+    lines = [
+        {**line, "samples_per_s": 7.0, "labels": 9 * line["step"]} if "loss" in line else line for line in metrics()
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if not k.startswith("tokens")}) + "\n" for line in lines)
+    )
+    page = page_of(folder)
+    assert "Samples a second of all devices together. Dashed: their median, 7." in page.text
+    assert "trained on 1.1 k labels in" in page.text and "throughput" in page.charts
+    assert not re.search(r"tokens (a second|in|/s)|tokens/s", page.text)
+    assert "nats" not in json.dumps(html_figures.all_figures(read_run(folder)))
 
 
 def test_a_rank_without_a_core_is_told_beside_what_is_called_computing(run):

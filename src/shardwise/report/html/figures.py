@@ -20,7 +20,6 @@ from shardwise.report.html.run_record import (
     LoggedEvaluation,
     Memory,
     RunRecord,
-    SavedCheckpoint,
     Series,
 )
 from shardwise.units import bytes_text
@@ -77,7 +76,7 @@ def all_figures(record: RunRecord) -> dict[str, Figure]:
     found = {
         "loss": loss_figure(series),
         "heldout": heldout_figure(record.evaluations),
-        "throughput": throughput_figure(series, record.figures.tokens_per_s, record.saves),
+        "throughput": throughput_figure(record),
         "parts": parts_figure(series),
         "ranks": None if timing is None else ranks_figure(timing),
         "memory": memory_figure(record.memory),
@@ -153,7 +152,8 @@ def loss_figure(series: Series) -> Figure | None:
         return None
     data = _measured(series, series.loss, "loss", ".4f")
     labels = _end_label(series, series.loss, ".3f")
-    return figure(data, x="step", y="training loss (nats a token)", annotations=labels, margin={"r": LABELS})
+    unit = " (nats a token)" if any(value is not None for value in series.tokens) else ""
+    return figure(data, x="step", y=f"training loss{unit}", annotations=labels, margin={"r": LABELS})
 
 
 def heldout_figure(evaluations: Sequence[LoggedEvaluation]) -> Figure | None:
@@ -176,9 +176,11 @@ def heldout_figure(evaluations: Sequence[LoggedEvaluation]) -> Figure | None:
     return figure([line], x="step", y="bits per byte", height=240, yaxis=span, margin={"r": LABELS})
 
 
-def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
-    """Plot tokens per second over steps, with the run's figure and its checkpoints."""
-    if not any(value is not None for value in series.tokens_per_s):
+def throughput_figure(record: RunRecord) -> Figure | None:
+    """Plot tokens or samples per second over steps, with the run's figure and its checkpoints."""
+    series, values, noun = record.series, record.logged_per_s, record.noun
+    median, saves = record.per_s, record.saves
+    if not any(value is not None for value in values):
         return None
     shapes, notes = [], []
     if median is not None:
@@ -189,21 +191,21 @@ def throughput_figure(series: Series, median: float | None, saves: Sequence[Save
             {
                 **where,
                 "showarrow": False,
-                "text": f"{_thousands(median)}<br>tokens/s",
+                "text": f"{_thousands(median)}<br>{noun}/s",
                 "font": {"color": "var:ink", "size": 12},
             }
         )
-    data = _measured(series, series.tokens_per_s, "tokens/s", ",.0f")
+    data = _measured(series, values, f"{noun}/s", ",.0f")
     if saves:
         edge = {"color": "var:ink", "width": 1}
         tick = {"symbol": "triangle-up", "size": 14, "color": "var:p-checkpoint", "line": edge}
         hover = "checkpoint after step %{x:,}<extra></extra>"
         marks = {"type": "scatter", "mode": "markers", "marker": tick, "name": "checkpoint", "hovertemplate": hover}
         data.append({**marks, "x": [s.step for s in saves], "y": [0] * len(saves), "cliponaxis": False})
-    top = max(value for value in series.tokens_per_s if value is not None)
+    top = max(value for value in values if value is not None)
     axis = {"range": [0, top * 1.2]}
     more: Figure = {"shapes": shapes, "annotations": notes, "margin": {"r": LABELS}}
-    return figure(data, x="step", y="tokens a second", yaxis=axis, **more)
+    return figure(data, x="step", y=f"{noun} a second", yaxis=axis, **more)
 
 
 def _thousands(value: float) -> str:

@@ -84,5 +84,5 @@ def render(record: RunRecord) -> str:
         library=library,
         css=(ASSETS / "report.css").read_text(),
         js=(ASSETS / "report.js").read_text(),
-        **page_facts.of_record(record),
+        **page_facts.of_record(record, charts.keys()),
     )

@@ -5,7 +5,7 @@ Plain texts and rows of text; ``report.html.j2`` lays them out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.diagnosis.finding import Finding
@@ -14,8 +14,8 @@ from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import BETWEEN, Timing
 from shardwise.measure.utilisation import utilisation_lines
 from shardwise.plan.plan import Plan
-from shardwise.report.html.figures import colour, families, ordered, words
-from shardwise.report.html.run_record import Figures, Memory, RunRecord, SavedCheckpoint, Series
+from shardwise.report.html.figures import SMOOTHED, colour, families, ordered, words
+from shardwise.report.html.run_record import Column, Figures, Memory, RunRecord, SavedCheckpoint, Series
 from shardwise.report.html.text import fixed, milliseconds, number, percent, sampled
 from shardwise.units import bytes_text, count_text, counted, money_text, seconds_text
 
@@ -42,8 +42,8 @@ class Tile(NamedTuple):
     note: str
 
 
-def of_record(record: RunRecord) -> dict[str, Any]:
-    """Return the facts by the names that the template knows."""
+def of_record(record: RunRecord, drawn: Collection[str]) -> dict[str, Any]:
+    """Return the facts by the names that the template knows; ``drawn`` are the charts that it has."""
     series, timing, use = record.series, record.timing, record.utilisation
     return {
         "findings": [(finding, _costs(finding)) for finding in record.findings or ()],
@@ -52,9 +52,11 @@ def of_record(record: RunRecord) -> dict[str, Any]:
         "split_text": None if timing is None else _split_text(timing),
         "step_times": None if timing is None else _step_times(timing),
         "tiles": _tiles(record),
+        "loss_caption": _loss_caption(record, drawn),
         "loss_table": _loss_table(series),
         "heldout_table": _heldout_table(record),
-        "throughput_table": _throughput_table(series),
+        "throughput_caption": _throughput_caption(record, drawn),
+        "throughput_table": _throughput_table(record),
         "use_lines": [] if use is None else utilisation_lines(use),
         "parts_table": _parts_table(series),
         "timing_table": None if timing is None else _timing_table(timing),
@@ -122,10 +124,10 @@ def _step_times(timing: Timing) -> str:
     full = timing.step_s + sum(timing.between_s.values())
     text = (
         f"A step has several times on this page: {milliseconds(timing.median_step_s)} is the median (key figures), "
-        f"{milliseconds(timing.step_s)} the mean"
+        f"{milliseconds(timing.step_s)} the average (where it goes)"
     )
     if full > timing.step_s:
-        text += f", {milliseconds(full)} the mean with the checkpoints and evaluations between steps (findings)"
+        text += f", {milliseconds(full)} the average with the checkpoints and evaluations between steps (findings)"
     counted_steps = f"{counted(timing.steps, 'step')} after {timing.warm_up} of warm-up"
     return f"{text}; all over {counted_steps}."
 
@@ -133,7 +135,8 @@ def _step_times(timing: Timing) -> str:
 def _tiles(record: RunRecord) -> list[Tile]:
     f = record.figures
     ranks = None if record.plan is None else record.plan.dims.world_size
-    rate, noun = (f.tokens_per_s, "tokens") if f.samples_per_s is None else (f.samples_per_s, "samples")
+    rate, noun = record.per_s, record.noun
+    trained_on = (f.tokens, "tokens") if f.labels is None else (f.labels, "labels")
     each = None if rate is None or not ranks else rate / ranks
     achieved = "" if f.flops_per_s is None else f"{rate_text(f.flops_per_s)} a device"
     mfu = f"predicted {percent(f.mfu_predicted)}" if f.mfu_predicted is not None else ""
@@ -154,7 +157,7 @@ def _tiles(record: RunRecord) -> list[Tile]:
             money_text(f.cost),
             f"no price known; {hours}" if price is None else f"{hours} at {money_text(price)}",
         ),
-        Tile("trained on", count_text(f.tokens), f"tokens in {seconds_text(f.step_seconds)} of steps"),
+        Tile("trained on", count_text(trained_on[0]), f"{trained_on[1]} in {seconds_text(f.step_seconds)} of steps"),
     ]
 
 
@@ -176,17 +179,46 @@ def _against(found: float | None, planned: float | None, text: Callable[[float],
     return f"predicted {text(planned)}{ratio}"
 
 
-def _loss_table(series: Series) -> PageTable:
+def _over_run(series: Series, *columns: tuple[str, Column, Callable[[Any], str]]) -> PageTable:
+    """Return rows of steps over the run; a column has its head, its values and their format."""
     rows = [
-        (
-            f"{series.step[i]:,}",
-            number(series.loss[i], 5),
-            number(series.learning_rate[i], 3),
-            number(series.grad_norm[i], 3),
-        )
+        (f"{series.step[i]:,}", *(_known(values[i], text) for _, values, text in columns))
         for i in sampled(len(series.step))
     ]
-    return PageTable(("step", "loss", "learning rate", "gradient norm"), rows)
+    return PageTable(("step", *(head for head, _, _ in columns)), rows)
+
+
+def _loss_caption(record: RunRecord, drawn: Collection[str]) -> str:
+    f, lines = record.figures, record.series.lines_per_row
+    each = f" A point is the mean of {lines} logged steps." if lines > 1 else ""
+    smoothed = _smoothed(record) if "loss" in drawn else ""
+    return f"Training loss, {fixed(f.first_loss)} at first and {fixed(f.last_loss)} at last.{each}{smoothed}"
+
+
+def _smoothed(record: RunRecord) -> str:
+    """Say which line is which, where a running median is drawn over the points."""
+    return " Thin: the points; thick: their running median." if len(record.series.step) >= SMOOTHED else ""
+
+
+def _throughput_caption(record: RunRecord, drawn: Collection[str]) -> str:
+    text = f"{record.noun.capitalize()} a second of all devices together."
+    if "throughput" not in drawn:
+        return text
+    if record.per_s is not None:
+        timed = record.timing is not None and record.per_s == record.timing.tokens_per_s
+        kind = "their average after the warm-up" if timed else "their median"
+        text += f" Dashed: {kind}, {count_text(record.per_s)}."
+    marks = " Triangles: checkpoints, whose time is not in it." if record.saves else ""
+    return f"{text}{_smoothed(record)}{marks}"
+
+
+def _loss_table(series: Series) -> PageTable:
+    return _over_run(
+        series,
+        ("loss", series.loss, "{:.5g}".format),
+        ("learning rate", series.learning_rate, "{:.3g}".format),
+        ("gradient norm", series.grad_norm, "{:.3g}".format),
+    )
 
 
 def _heldout_table(record: RunRecord) -> PageTable:
@@ -194,22 +226,14 @@ def _heldout_table(record: RunRecord) -> PageTable:
     return PageTable(("step", "bits per byte"), rows)
 
 
-def _throughput_table(series: Series) -> PageTable:
-    rows = [
-        (f"{series.step[i]:,}", count_text(series.tokens_per_s[i]), milliseconds(series.step_time_s[i]))
-        for i in sampled(len(series.step))
-    ]
-    return PageTable(("step", "tokens/s", "step time"), rows)
+def _throughput_table(record: RunRecord) -> PageTable:
+    rate = (f"{record.noun}/s", record.logged_per_s, count_text)
+    return _over_run(record.series, rate, ("step time", record.series.step_time_s, milliseconds))
 
 
 def _parts_table(series: Series) -> PageTable:
     """Return seconds of each part over the run."""
-    names = ordered(series.parts_s)
-    rows = [
-        (f"{series.step[i]:,}", *(_known(series.parts_s[part][i], milliseconds) for part in names))
-        for i in sampled(len(series.step))
-    ]
-    return PageTable(("step", *map(words, names)), rows)
+    return _over_run(series, *((words(part), series.parts_s[part], milliseconds) for part in ordered(series.parts_s)))
 
 
 def _known(value: Any, text: Callable[[Any], str]) -> str:
@@ -230,7 +254,7 @@ def _timing_table(timing: Timing) -> PageTable:
         for name in BETWEEN
         if timing.between_s.get(name)
     ]
-    return PageTable(("part", "mean", "share", "of a rank", "longest on"), rows)
+    return PageTable(("part", "average", "share", "of a rank", "longest on"), rows)
 
 
 def _timing_lines(timing: Timing) -> Iterator[str]:
@@ -243,8 +267,12 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
     if timing.late_rank is not None and timing.world_size > 1:
         yield f"Rank {timing.late_rank} came last most often: in {percent(timing.late_share)} of the steps."
     if timing.cpu_wait_s is not None:
-        seconds = milliseconds(timing.cpu_wait_s.mean_s)
-        yield f"A rank was ready to run and had no core for {seconds} a step; the parts above contain that time."
+        waited = timing.cpu_wait_s.mean_s
+        share = f" ({percent(waited / timing.step_s)})" if timing.step_s else ""
+        yield (
+            f"A rank was ready to run and had no core for {milliseconds(waited)} a step{share}; that time is in the "
+            "parts above, also in those that compute."
+        )
     if timing.early_reduces:
         seconds = milliseconds(timing.early_reduce_s)
         yield (
@@ -303,6 +331,8 @@ def _plan_pairs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return _NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

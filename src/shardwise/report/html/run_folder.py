@@ -46,7 +46,7 @@ ROWS = 600
 """Most rows of a series: more are neither visible on a screen nor quick to draw."""
 
 _T = TypeVar("_T")
-_MEANS = ("time", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s")
+_MEANS = ("time", "loss", "learning_rate", "grad_norm", "step_time_s", "tokens_per_s", "samples_per_s")
 
 
 @dataclass
@@ -209,6 +209,7 @@ def _figures(
         steps=done,
         steps_planned=read.steps_planned,
         tokens=_full(steps[-1].get("tokens")) if steps else _full(summary.get("tokens")),
+        labels=_full(steps[-1].get("labels")) if steps else _full(summary.get("labels")),
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"] if steps else summary.get("loss")),
         heldout_bits_per_byte=_finite(summary.get("heldout_bits_per_byte")),
