@@ -295,22 +295,17 @@ def _memory_table(memory: Memory) -> PageTable | None:
     """Return predicted and measured bytes; ``None`` without a prediction."""
     if memory.predicted is None:
         return None
-    planned = {str(phase.name): phase.allocated for phase in memory.predicted.phases}
-    pairs = [
-        (f"peak in {phase.replace('_', ' ')}", planned.get(phase), memory.peaks.get(phase))
-        for phase in dict.fromkeys([*planned, *memory.peaks])
+    predicted_peaks = {str(phase.name): phase.allocated for phase in memory.predicted.phases}
+    categories = [
+        (f"peak in {phase.replace('_', ' ')}", predicted_peaks.get(phase), memory.peaks.get(phase))
+        for phase in dict.fromkeys([*predicted_peaks, *memory.peaks])
     ]
-    pairs += [(name, getattr(memory.predicted, name), memory.at_rest.get(name)) for name in _CATEGORIES]
-    rows = [
-        (
-            name,
-            _known(told, bytes_text),
-            _known(seen, bytes_text),
-            f"{seen / told:.2f} ×" if seen is not None and told else _NOTHING,
-        )
-        for name, told, seen in pairs
-        if told is not None or seen is not None
-    ]
+    categories += [(name, getattr(memory.predicted, name), memory.at_rest.get(name)) for name in _CATEGORIES]
+    rows = []
+    for name, predicted, measured in categories:
+        if predicted is not None or measured is not None:
+            ratio = f"{measured / predicted:.2f} ×" if measured is not None and predicted else _NOTHING
+            rows.append((name, _known(predicted, bytes_text), _known(measured, bytes_text), ratio))
     return PageTable(("bytes on the fullest rank", "predicted", "measured", "measured / predicted"), rows)
 
 

@@ -160,7 +160,7 @@ def read_run(
     through = read.steps_summarised or done
     saves = tuple(_save(line) for line in lines if "checkpoint_bytes" in line or "checkpoint_stall_s" in line)
     memory = _memory(read)
-    state, text = _state(done, read, held=not ended and _held(folder))
+    state, text = _state(done, read, locked=not ended and _is_locked(folder))
     return RunRecord(
         name=folder.resolve().name,
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -370,20 +370,20 @@ def _receipts(summary: dict[str, Any]) -> dict[str, Receipt | None]:
     return found
 
 
-def _state(done: int, read: _Read, *, held: bool) -> tuple[State, str]:
+def _state(done: int, read: _Read, *, locked: bool) -> tuple[State, str]:
     """Return the state of the run, as a word and as a sentence."""
     planned, summarised = read.steps_planned, read.steps_summarised
     of = f" of {planned}" if planned else ""
     if summarised is not None and summarised >= max(done, planned or 0):
         return "finished", f"all {done} steps are done"
-    if held:
+    if locked:
         return "running", f"step {done}{of} is the last one logged, and a process still uses the folder"
     if not read.config and summarised is None:
         return "unknown", f"step {done} is the last one logged; how many were planned is not in the folder"
     return "unfinished", f"it stopped before its end: step {done}{of} is the last one logged"
 
 
-def _held(folder: Path) -> bool:
+def _is_locked(folder: Path) -> bool:
     """Return whether a process has the run's lock; False if there is none."""
     try:
         with (folder / RunFile.LOCK).open() as lock:
