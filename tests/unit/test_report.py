@@ -626,7 +626,10 @@ def test_a_run_of_samples_has_no_tokens_on_its_page(tmp_path):
 def test_a_rank_without_a_core_is_told_beside_what_is_called_computing(run):
     waited = PhaseStats(mean_s=0.1, low_s=0.1, high_s=0.1, highest_rank=0)
     (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": waited}).model_dump_json())
-    assert "For 100 ms of it (32 %) a rank was ready to run and had no core; this time counts as" in page_of(run).text
+    assert (
+        "For 100 ms of it (32 %) an average rank was ready to run and had no core; this time counts as"
+        in page_of(run).text
+    )
     (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": None}).model_dump_json())
     assert "had no core" not in page_of(run).text
 

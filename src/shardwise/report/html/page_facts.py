@@ -113,8 +113,8 @@ def _split_text(timing: Timing) -> str:
     text = f"Of an average step of {milliseconds(timing.step_s)}: {', '.join(parts)}."
     if timing.step_s and waited >= HINT * timing.step_s:
         text += (
-            f" For {milliseconds(waited)} of it ({percent(waited / timing.step_s)}) a rank was ready to run and had no "
-            "core; this time counts as the part in which it waited, so not all that is called computing is."
+            f" For {milliseconds(waited)} of it ({percent(waited / timing.step_s)}) an average rank was ready to run "
+            "and had no core; this time counts as the part in which it waited, so not all that is called computing is."
         )
     return text
 
@@ -270,8 +270,8 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
         waited = timing.cpu_wait_s.mean_s
         share = f" ({percent(waited / timing.step_s)})" if timing.step_s else ""
         yield (
-            f"A rank was ready to run and had no core for {milliseconds(waited)} a step{share}; that time is in the "
-            "parts above, also in those that compute."
+            f"An average rank was ready to run and had no core for {milliseconds(waited)} a step{share}; that time is "
+            "in the parts above, also in those that compute."
         )
     if timing.early_reduces:
         seconds = milliseconds(timing.early_reduce_s)
