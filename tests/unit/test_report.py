@@ -29,8 +29,7 @@ from shardwise.report.html.sample_files import read_links, read_scaling, togethe
 from shardwise.report.html.text import milliseconds, percent, rendered, sampled
 from shardwise.report.sample_preview import MarkedText, html_page
 from shardwise.run.rank_main import finite
-from shardwise.run.run_summary import loss_text
-from shardwise.train.run_files import environment_facts, write_environment
+from shardwise.run.run_summary import environment_facts, loss_text, write_environment
 from shardwise.units import count_text
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 

@@ -20,8 +20,9 @@ from shardwise.measure.step_time.timing import Timing
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.report.html.page import write_report
 from shardwise.report.terminal import print_findings, timing_table
+from shardwise.run.run_summary import write_environment
 from shardwise.train.metrics import MetricsFile, read_metrics
-from shardwise.train.run_files import RunFile, write_environment
+from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
 from shardwise.train.step import Step, StepResult
 

@@ -33,8 +33,8 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
+    from shardwise.run.run_summary import write_environment
     from shardwise.train.loop import TrainingRun
-    from shardwise.train.run_files import write_environment
     from shardwise.train.session import Session
     from shardwise.train.tasks.registry import open_data
 

@@ -121,15 +121,13 @@ def _split_text(timing: Timing) -> str:
 
 def _step_times(timing: Timing) -> str:
     """Say which step time of the page is which."""
-    full = timing.step_s + sum(timing.between_s.values())
-    text = (
-        f"A step has several times on this page: {milliseconds(timing.median_step_s)} is the median (key figures), "
-        f"{milliseconds(timing.step_s)} the average (where it goes)"
+    median, average, whole = map(milliseconds, (timing.median_step_s, timing.step_s, timing.whole_s))
+    between = f", {whole} the average with the checkpoints and evaluations between steps (findings)"
+    return (
+        f"A step has several times on this page: {median} is the median (key figures), {average} the average "
+        f"(where it goes){between if timing.whole_s > timing.step_s else ''}; all over "
+        f"{counted(timing.steps, 'step')} after {timing.warm_up} of warm-up."
     )
-    if full > timing.step_s:
-        text += f", {milliseconds(full)} the average with the checkpoints and evaluations between steps (findings)"
-    counted_steps = f"{counted(timing.steps, 'step')} after {timing.warm_up} of warm-up"
-    return f"{text}; all over {counted_steps}."
 
 
 def _tiles(record: RunRecord) -> list[Tile]:
@@ -259,8 +257,7 @@ def _timing_table(timing: Timing) -> PageTable:
 
 def _timing_lines(timing: Timing) -> Iterator[str]:
     if timing.stopwatch_s is not None:
-        full = timing.step_s + sum(timing.between_s.values())
-        both = f"{milliseconds(full)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
+        both = f"{milliseconds(timing.whole_s)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
         yield f"Parts and the time between steps add up to {both}."
     if timing.warm_up:
         yield f"Left out are the first {timing.warm_up} steps, in which things warm up."
