@@ -11,6 +11,7 @@ import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jinja2 import UndefinedError
@@ -19,6 +20,7 @@ import shardwise
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
+from shardwise.measure.gpu.nvml import GpuMachine, GpuState
 from shardwise.measure.step_time.timing import BETWEEN, PHASES, PhaseStats
 from shardwise.report.html import figures as html_figures
 from shardwise.report.html import page as html
@@ -28,6 +30,7 @@ from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.sample_files import read_links, read_scaling, together
 from shardwise.report.html.text import milliseconds, percent, rendered, sampled
 from shardwise.report.sample_preview import MarkedText, html_page
+from shardwise.run import run_summary
 from shardwise.run.rank_main import finite
 from shardwise.run.run_summary import environment_facts, loss_text, write_environment
 from shardwise.units import count_text
@@ -562,6 +565,14 @@ def test_environment_names_no_place(tmp_path):
     assert socket.gethostname() not in json.dumps(facts) and str(Path.home()) not in json.dumps(facts).replace(
         "/root", ""
     )
+
+
+def test_environment_counts_the_gpus(monkeypatch):
+    gpus = tuple(GpuState(index=index, name=name) for index, name in enumerate(("A100", "A100", "L4")))
+    source = SimpleNamespace(read=lambda: GpuMachine(gpus=gpus, driver="580.65"))
+    monkeypatch.setattr(run_summary, "NvmlSource", lambda: source)
+    facts = environment_facts()
+    assert (facts["GPU"], facts["driver"]) == ("2 × A100, 1 × L4", "580.65")
 
 
 def test_the_command(run, tmp_path):
