@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from shardwise.report.html.elements import make_report
+from shardwise.report.html.page import make_report
 from tests.browser.pages import browser
 from tests.reports import write_run
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.report.html import elements as html
-from shardwise.report.html.elements import make_report
+from shardwise.report.html import page as html
+from shardwise.report.html.page import make_report
 from shardwise.report.html.sample_files import read_links, read_scaling
 from tests.browser.pages import SIZES, browser, why_not
 from tests.reports import write_links, write_run, write_scaling

@@ -7,27 +7,33 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jinja2 import UndefinedError
 
+import shardwise
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
+from shardwise.measure.gpu.nvml import GpuMachine, GpuState
 from shardwise.measure.step_time.timing import BETWEEN, PHASES, PhaseStats
-from shardwise.report.html import elements as html
 from shardwise.report.html import figures as html_figures
-from shardwise.report.html import layout_parts as html_parts
-from shardwise.report.html.elements import make_report, render, write_report
-from shardwise.report.html.environment_section import environment_facts, write_environment
+from shardwise.report.html import page as html
+from shardwise.report.html.page import make_report, render, write_report
 from shardwise.report.html.run_folder import read_run, series_of
 from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.sample_files import read_links, read_scaling, together
-from shardwise.report.html.text import Safe, el, milliseconds, percent, sampled
+from shardwise.report.html.text import milliseconds, percent, rendered, sampled
+from shardwise.report.sample_preview import MarkedText, html_page
+from shardwise.run import run_summary
 from shardwise.run.rank_main import finite
-from shardwise.run.run_summary import loss_text
+from shardwise.run.run_summary import environment_facts, loss_text, write_environment
+from shardwise.units import count_text
 from tests.reports import FINDINGS, MEANS, RANKS, SLOW_S, USE, metrics, timing, write_links, write_run, write_scaling
 
 FILES = ("summary.json", "job.json", "timing.json", "findings.json", "environment.json", "metrics.jsonl")
@@ -127,7 +133,7 @@ def test_page_is_made_from_the_record_alone(run, tmp_path):
     document = (run / "report.json").read_text()
     for file in FILES:
         (run / file).unlink()
-    assert render(document) == page.read_text()
+    assert render(RunRecord.model_validate_json(document)) == page.read_text()
     assert json.loads(document)["schema"] == 1
 
 
@@ -174,6 +180,29 @@ def test_a_file_of_another_form_is_said(tmp_path):
     assert record.timing is None and record.findings is None
     assert any(line.startswith("timing.json is not understood (warm_up: ") for line in record.missing)
     assert any(line.startswith("findings.json is not understood (0.kind: ") for line in record.missing)
+
+
+def test_a_wrong_part_of_a_file_costs_only_that_part(run):
+    job = json.loads((run / "job.json").read_text())
+    job["estimate"] = {"phases": 3}
+    job["cluster"] = "8xA100"
+    (run / "job.json").write_text(json.dumps(job))
+    summary = json.loads((run / "summary.json").read_text())
+    summary["memory"] = {"parameters": "many", "gradients": 5, "peaks": {"allocated": {"forward": None, "backward": 7}}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    record = read_run(run)
+    assert record.plan is not None and record.config and record.figures.step_predicted_s == 0.265
+    assert record.memory.predicted is None and record.memory.device_memory_bytes is None and record.figures.cost is None
+    assert (record.memory.at_rest, record.memory.peaks) == ({"gradients": 5}, {"backward": 7})
+    (said,) = record.missing
+    assert said.startswith("job.json is not understood (") and said.endswith(": the predicted memory is left out")
+    assert said in page_of(run).text
+
+
+def test_a_number_too_large_is_unknown(run):
+    text = (run / "job.json").read_text().replace('"price_per_device_hour": 2.0', '"price_per_device_hour": 1e999')
+    (run / "job.json").write_text(text)
+    assert "1e999" in text and "cost unknown no price known" in page_of(run).text
 
 
 def test_a_killed_run_says_how_far_it_came(tmp_path):
@@ -312,19 +341,43 @@ def test_every_text_is_escaped(tmp_path):
     assert not any("onerror" in key for _, attrs in page.elements for key in attrs)
 
 
+def test_templates_trust_only_files_of_the_package():
+    texts = "".join(path.read_text() for path in (html.ASSETS.parent / "templates").iterdir())
+    assert [name.strip() for name in re.findall(r"([^{|]*)\|\s*safe\b", texts)] == ["css", "library", "js"]
+    assert len(re.findall(r"\bsafe\b", texts)) == 3 and "autoescape" not in texts
+
+
+def test_a_fact_that_is_missing_is_no_empty_text(run):
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        rendered("sample_preview.html.j2", facts=(), roles=(), documents=())
+
+
+def test_a_hostile_sample_is_text():
+    part = MarkedText(EVIL, '"><b>', True)
+    page = Page(html_page(EVIL, [EVIL], [(EVIL, [part])]))
+    assert page.text.count('<script>alert("x")</script>') == 5, "title, heading, fact, name and text"
+    assert not {"script", "img", "b"} & {tag for tag, _ in page.elements}
+    assert ("mark", {"class": '"><b>'}) in page.elements
+
+
+def test_a_sample_keeps_its_spaces_and_says_what_has_a_loss():
+    parts = [MarkedText("a  b\n", "user", False), MarkedText("  c", "assistant", True)]
+    page = html_page("t", [], [("document 0", parts)])
+    assert '<pre><span class="user">a  b\n</span><mark class="assistant">  c</mark></pre>' in page
+
+
+def test_the_package_contains_every_file_it_reads():
+    root = Path(shardwise.__file__).parent
+    globs = tomllib.loads((root.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {path for pattern in globs["shardwise"] for path in root.glob(pattern)}
+    others = (path for path in root.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+    assert set(others) == packed
+
+
 def test_names_in_charts_are_text(tmp_path):
-    figures = html.all_figures(read_run(evil_run(tmp_path / "run")))
+    figures = html_figures.all_figures(read_run(evil_run(tmp_path / "run")))
     written = re.sub(r"</?extra>", "", json.dumps([figures[name]["data"] for name in ("parts", "ranks")]))
     assert "&lt;script&gt;" in written and "<" not in written
-
-
-def test_no_figure_can_end_its_script():
-    assert "<" not in html._json({"a": {"data": ["</script>"], "layout": {}}})
-
-
-def test_elements():
-    assert el("p", "a < b", Safe("<br>"), None, class_="x", title='"') == '<p class="x" title="&quot;">a &lt; b<br></p>'
-    assert el("meta", charset="utf-8") == '<meta charset="utf-8">'
 
 
 def test_nothing_is_loaded_from_anywhere(run):
@@ -349,7 +402,8 @@ def test_without_plotly_the_numbers_are_open(run, monkeypatch):
 
 def test_plotly_js_is_embedded_once_and_not_imported(run):
     code = (
-        "import sys; from pathlib import Path; from shardwise.report.html.elements import make_report;"
+        "import sys; from pathlib import Path; from shardwise.report.html.page import make_report;"
+        "assert 'jinja2' not in sys.modules, 'only a page needs it';"
         f"make_report(Path({str(run)!r})); print(*sorted({{n.split('.')[0] for n in sys.modules}}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -360,7 +414,7 @@ def test_plotly_js_is_embedded_once_and_not_imported(run):
 def test_figures_are_what_plotly_takes(run, tmp_path):
     graph_objects = pytest.importorskip("plotly.graph_objects", reason="needs plotly (the extra ui)")
     options = {"scaling": read_scaling(write_scaling(tmp_path)), "links": read_links(write_links(tmp_path))}
-    figures = html.all_figures(read_run(run, **options))
+    figures = html_figures.all_figures(read_run(run, **options))
     assert set(figures) == {"loss", "heldout", "throughput", "parts", "ranks", "memory", "scaling", "links"}
     for name, figure in figures.items():
         text = re.sub(r'"var:[a-z0-9_-]+"', '"#123456"', json.dumps({k: figure[k] for k in ("data", "layout")}))
@@ -392,11 +446,11 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_colours_can_be_read(run, tmp_path, theme):
     colours = themes()[theme]
-    figures = html.all_figures(
+    figures = html_figures.all_figures(
         read_run(run, scaling=read_scaling(write_scaling(tmp_path)), links=read_links(write_links(tmp_path)))
     )
     used = set(re.findall(r'"var:([a-z0-9_-]+)"', json.dumps(figures)))
-    used |= {html_parts.colour(part) for part in (*PHASES, *BETWEEN)}
+    used |= {html_figures.colour(part) for part in (*PHASES, *BETWEEN)}
     used |= set(re.findall(r"var\(--([a-z0-9_-]+)\)", (html.ASSETS / "report.css").read_text()))
     assert not used - colours.keys()
     pairs = [(text, ground) for text in ("ink", "soft", "accent", "good", "bad") for ground in ("page", "card")]
@@ -411,9 +465,9 @@ def _weak(colours: dict[str, str], pair: tuple[str, str], least: float) -> bool:
 
 
 def test_every_part_is_in_one_family():
-    listed = [part for parts in html_parts.FAMILIES.values() for part in parts]
+    listed = [part for parts in html_figures.FAMILIES.values() for part in parts]
     assert sorted(listed) == sorted(PHASES)
-    assert sum(seconds for _, seconds in html_parts.families(timing())) == pytest.approx(timing().step_s)
+    assert sum(seconds for _, seconds in html_figures.families(timing())) == pytest.approx(timing().step_s)
 
 
 def test_rows_of_a_long_run_are_means():
@@ -513,6 +567,14 @@ def test_environment_names_no_place(tmp_path):
     )
 
 
+def test_environment_counts_the_gpus(monkeypatch):
+    gpus = tuple(GpuState(index=index, name=name) for index, name in enumerate(("A100", "A100", "L4")))
+    source = SimpleNamespace(read=lambda: GpuMachine(gpus=gpus, driver="580.65"))
+    monkeypatch.setattr(run_summary, "NvmlSource", lambda: source)
+    facts = environment_facts()
+    assert (facts["GPU"], facts["driver"]) == ("2 × A100, 1 × L4", "580.65")
+
+
 def test_the_command(run, tmp_path):
     command = [sys.executable, "-m", "shardwise", "report", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -551,7 +613,7 @@ def test_a_step_without_parts_is_no_zero_in_the_stack(run):
 
 
 def test_labels_stand_beside_their_lines_and_checkpoints_are_seen(run):
-    figures = html.all_figures(read_run(run))
+    figures = html_figures.all_figures(read_run(run))
     for name in ("loss", "throughput"):
         (label,) = figures[name]["layout"]["annotations"]
         assert (label["xref"], label["x"], label["xanchor"]) == ("paper", 1, "left")
@@ -567,15 +629,40 @@ def test_it_is_said_which_step_time_is_which(run):
     text = page_of(run).text
     assert f"median step {milliseconds(told.median_step_s)}" in text
     assert (
-        f"{milliseconds(told.median_step_s)} is the median (key figures), {milliseconds(told.step_s)} the mean, "
-        f"{full} the mean with the checkpoints and evaluations between steps (findings)"
+        f"{milliseconds(told.median_step_s)} is the median (key figures), {milliseconds(told.step_s)} the average "
+        f"(where it goes), {full} the average with the checkpoints and evaluations between steps (findings)"
     ) in text
+
+
+def test_each_line_of_a_chart_is_named(run):
+    text = page_of(run).text
+    rate = count_text(timing().tokens_per_s)
+    assert f"Dashed: their average after the warm-up, {rate}. Thin: the points; thick: their running median." in text
+    assert "Training loss, 10.625 at first and 3.322 at last. Thin: the points; thick: their running median." in text
+
+
+def test_a_run_of_samples_has_no_tokens_on_its_page(tmp_path):
+    folder = write_run(tmp_path / "run", timing_json={**timing().model_dump(mode="json"), "tokens_per_s": None})
+    lines = [
+        {**line, "samples_per_s": 7.0, "labels": 9 * line["step"]} if "loss" in line else line for line in metrics()
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if not k.startswith("tokens")}) + "\n" for line in lines)
+    )
+    page = page_of(folder)
+    assert "Samples a second of all devices together. Dashed: their median, 7." in page.text
+    assert "trained on 1.1 k labels in" in page.text and "throughput" in page.charts
+    assert not re.search(r"tokens (a second|in|/s)|tokens/s", page.text)
+    assert "nats" not in json.dumps(html_figures.all_figures(read_run(folder)))
 
 
 def test_a_rank_without_a_core_is_told_beside_what_is_called_computing(run):
     waited = PhaseStats(mean_s=0.1, low_s=0.1, high_s=0.1, highest_rank=0)
     (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": waited}).model_dump_json())
-    assert "For 100 ms of it (32 %) a rank was ready to run and had no core; this time counts as" in page_of(run).text
+    assert (
+        "For 100 ms of it (32 %) an average rank was ready to run and had no core; this time counts as"
+        in page_of(run).text
+    )
     (run / "timing.json").write_text(timing().model_copy(update={"cpu_wait_s": None}).model_dump_json())
     assert "had no core" not in page_of(run).text
 

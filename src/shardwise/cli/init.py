@@ -22,6 +22,7 @@ from shardwise.train.data.documents import Columns
 from shardwise.train.data.encode import Encoded, Encoder
 from shardwise.train.data.sources import BadRows, find_source
 from shardwise.train.data.tokenizer import load_tokenizer
+from shardwise.train.run_files import RunFile
 from shardwise.units import bytes_text, count_text
 
 _LOOKED_AT = 512  # documents whose lengths are counted
@@ -88,7 +89,7 @@ def run_init(
 def _model(text: str) -> _Found:
     """Find a model's configuration, weights and tokenizer."""
     folder = Path(text).expanduser()
-    if (folder / "job.json").is_file():
+    if (folder / RunFile.JOB).is_file():
         return _of_run(folder)
     if not folder.exists():
         folder = _cached(text)
@@ -100,7 +101,7 @@ def _model(text: str) -> _Found:
 
 def _of_run(folder: Path) -> _Found:
     """Take model and tokenizer from the job of an earlier run."""
-    job = json.loads((folder / "job.json").read_text())["config"]
+    job = json.loads((folder / RunFile.JOB).read_text())["config"]
     config = job["model"].get("config")
     if config is None:
         raise ModelError(f"'{folder}' trained model.factory '{job['model'].get('factory')}'; write its config by hand")

@@ -27,7 +27,7 @@ def run_report(
         UserError: the folder has no run, or invalid samples; every problem.
         MachineError: the files cannot be written.
     """
-    from shardwise.report.html.elements import make_report
+    from shardwise.report.html.page import make_report
     from shardwise.report.html.sample_files import read_links, read_scaling, together
 
     given = together(

@@ -21,6 +21,7 @@ from shardwise.environment import rendezvous
 from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMemory, PlanError, RankError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.rank import BEFORE_WORK
+from shardwise.train.run_files import RunFile
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -204,7 +205,7 @@ def only_run_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run has the lock.
     """
-    with (folder / ".lock").open("w") as lock:
+    with (folder / RunFile.LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -58,7 +58,7 @@ class Case:
     @property
     def whole_s(self) -> float:
         """Seconds of a step, including its share of the time between steps."""
-        return self.timing.step_s + sum(self.timing.between_s.values())
+        return self.timing.whole_s
 
     def share(self, seconds: float) -> float:
         """Share of the step."""

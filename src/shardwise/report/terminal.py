@@ -99,10 +99,9 @@ def timing_table(timing: Timing) -> Table:
     for part, seconds in timing.between_s.items():
         if seconds:
             table.add_row(f"between steps: {NAMES[part]}", milliseconds(seconds), "", "", "", "")
-    full = timing.step_s + sum(timing.between_s.values())
     if timing.stopwatch_s is not None:
-        watch = milliseconds(timing.stopwatch_s)
-        table.caption = f"parts and the time between steps add up to {milliseconds(full)}; by stopwatch {watch}"
+        full, watch = milliseconds(timing.whole_s), milliseconds(timing.stopwatch_s)
+        table.caption = f"parts and the time between steps add up to {full}; by stopwatch {watch}"
         table.caption_justify = "left"
     return table
 

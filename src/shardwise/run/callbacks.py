@@ -31,12 +31,11 @@ from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
+from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.session import Session
 from shardwise.train.tasks.registry import noun_of, num_outputs, open_data
 from shardwise.train.trackers import Trackers, open_trackers
 from shardwise.train.training_parts import TrainingParts
-
-TIMING, FINDINGS = "timing.json", "findings.json"
 
 
 class RunRecorder:
@@ -93,7 +92,7 @@ class RunRecorder:
         """Handle a written line of metrics, on rank 0; that of a checkpoint is stored."""
         if not self._logged and "loss" in line:  # an earlier part of the run does not count
             self._logged = True
-            for name in (TIMING, FINDINGS):
+            for name in (RunFile.TIMING, RunFile.FINDINGS):
                 with contextlib.suppress(OSError):
                     (Path(self.job.config.train.output) / name).unlink(missing_ok=True)
         if self.trackers is not None:
@@ -169,7 +168,7 @@ class RunRecorder:
             alternatives=job.alternatives,
             gpus=self.gpus,
             mfu=None if use is None else use.mfu,
-            losses=logged_losses(Path(job.config.train.output) / "metrics.jsonl"),
+            losses=logged_losses(Path(job.config.train.output) / RunFile.METRICS),
             vocab_size=num_outputs(open_data(job.corpus)),
         )
         return diagnose(observed)
@@ -177,8 +176,8 @@ class RunRecorder:
     def write(self, timing: Timing | None, findings: tuple[Finding, ...]) -> None:
         """Write ``timing.json`` and ``findings.json`` to the run folder."""
         if timing is not None:
-            self.keep(TIMING, timing.model_dump_json(indent=1))
-            self.keep(FINDINGS, json.dumps([finding.model_dump() for finding in findings], indent=1))
+            self.keep(RunFile.TIMING, timing.model_dump_json(indent=1))
+            self.keep(RunFile.FINDINGS, json.dumps([finding.model_dump() for finding in findings], indent=1))
         if self.trackers is not None:
             texts = [f"{finding.text} {finding.fix}".strip() for finding in findings]
             self.trackers.text(self.session.steps_done, "findings", texts)
@@ -189,13 +188,9 @@ class RunRecorder:
         A failure is reported, as the weights are saved.
         """
         file = Path(self.job.config.train.output) / name
-        temporary = file.with_name(f"{name}.tmp")
         try:
-            temporary.write_text(text)
-            temporary.replace(file)
+            replace_file(file, text)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             self.log(f"'{file}' cannot be written: {error.strerror}; the run's checkpoints and metrics are untouched")
 
     def close(self) -> None:

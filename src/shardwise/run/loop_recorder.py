@@ -18,10 +18,11 @@ from shardwise.errors import MachineError
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
 from shardwise.receipts.effects import EffectsRecorder
-from shardwise.report.html.elements import write_report
-from shardwise.report.html.environment_section import write_environment
+from shardwise.report.html.page import write_report
 from shardwise.report.terminal import print_findings, timing_table
+from shardwise.run.run_summary import write_environment
 from shardwise.train.metrics import MetricsFile, read_metrics
+from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
 from shardwise.train.step import Step, StepResult
 
@@ -98,7 +99,7 @@ class LoopRecorder(HostRecorder):
             "findings": [finding.model_dump(mode="json") for finding in findings],
             "receipts": {"effects": None if receipt is None else receipt.to_dict()},
         }
-        (self._folder / "summary.json").write_text(json.dumps(summary))
+        (self._folder / RunFile.SUMMARY).write_text(json.dumps(summary))
         return self._print(timing, findings)
 
     def _print(self, timing: Timing | None, findings: Sequence[Finding]) -> Path | None:
@@ -114,10 +115,10 @@ class LoopRecorder(HostRecorder):
     def _open(self, session: Session) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "summary.json").unlink(missing_ok=True)
-            (self._folder / "plan.toml").write_text(session.plan.to_toml())
+            (self._folder / RunFile.SUMMARY).unlink(missing_ok=True)
+            (self._folder / RunFile.PLAN).write_text(session.plan.to_toml())
             write_environment(self._folder)
-            path = self._folder / "metrics.jsonl"
+            path = self._folder / RunFile.METRICS
             self._metrics = MetricsFile(path, session.steps_done)
             self._tokens = sum(line.get("tokens", 0) for line in [*read_metrics(path)][-1:])
         except OSError as error:

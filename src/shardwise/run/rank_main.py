@@ -30,10 +30,10 @@ def main() -> int:
 def run_job(job: Any, ranks: Any = None) -> int:
     """Train on this rank; return the exit code."""
     from shardwise.distributed.process_group import join
-    from shardwise.report.html.environment_section import write_environment
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
+    from shardwise.run.run_summary import write_environment
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
     from shardwise.train.tasks.registry import open_data
@@ -86,7 +86,7 @@ def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
 
 def so_far(job: Any, recorder: Any, reporter: Any) -> None:
     """Report an interrupted run so far, on rank 0: its time, and its report."""
-    from shardwise.report.html.elements import write_report
+    from shardwise.report.html.page import write_report
 
     timing = recorder.timing()
     if timing is not None:
@@ -98,8 +98,9 @@ def so_far(job: Any, recorder: Any, reporter: Any) -> None:
 
 def conclude(job: Any, session: Any, recorder: Any, outcome: Any, reporter: Any) -> None:
     """Print and store the results of the run, on rank 0; the last line is for programs."""
-    from shardwise.report.html.elements import write_report
-    from shardwise.run.run_summary import SUMMARY, identity, spread_of
+    from shardwise.report.html.page import write_report
+    from shardwise.run.run_summary import identity, spread_of
+    from shardwise.train.run_files import RunFile
     from shardwise.train.tasks.registry import noun_of, open_data
 
     folder = Path(job.config.train.output)
@@ -132,7 +133,7 @@ def conclude(job: Any, session: Any, recorder: Any, outcome: Any, reporter: Any)
     corpus = open_data(job.corpus)
     recorder.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
-    recorder.keep(SUMMARY, json.dumps({**document, **facts}))
+    recorder.keep(RunFile.SUMMARY, json.dumps({**document, **facts}))
     page = write_report(folder, reporter.log)
     reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
     reporter.time_spent(timing, use, findings, page)
@@ -150,10 +151,11 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
     import torch
 
     from shardwise.measure.history import median_step_s, remember
+    from shardwise.train.run_files import RunFile
 
     predicted = getattr(job, "step_time", None)
     planned = None if predicted is None else predicted.step_s
-    found = median_step_s(Path(job.config.train.output) / "metrics.jsonl", session.first_step)
+    found = median_step_s(Path(job.config.train.output) / RunFile.METRICS, session.first_step)
     estimate, peaks = job.estimate, fit.peaks
     full = estimate.device_bytes if estimate.allocated is None else estimate.allocated
     device = session.device

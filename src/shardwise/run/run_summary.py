@@ -1,23 +1,30 @@
-"""Files of a run in its folder: job and plan at the start, summary at the end."""
+"""Files of a run in its folder: job, plan and environment at the start, summary at the end."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.format import saved_steps
 from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.errors import ConfigError, MachineError
+from shardwise.hardware.cpu import cores_here, processor_name
+from shardwise.measure.gpu.nvml import NvmlSource
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.report.progress import label_metrics
 from shardwise.run.checks import adapter_of
 from shardwise.run.job import Job
 from shardwise.train.config import Config
+from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.tasks.registry import prepare_data
 
-SUMMARY = "summary.json"
+PACKAGES = ("shardwise", "torch", "triton", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 
 
 def keep_job(job: Job) -> Path:
@@ -27,15 +34,42 @@ def keep_job(job: Job) -> Path:
         MachineError: they cannot be written.
     """
     output = Path(job.config.train.output)
-    file = output / "job.json"
+    file = output / RunFile.JOB
     try:
         file.write_text(job.to_json())
-        (output / "plan.toml").write_text(job.plan.to_toml())
+        (output / RunFile.PLAN).write_text(job.plan.to_toml())
     except OSError as error:
         raise MachineError(
             f"'{file}' cannot be written: {error.strerror}; make room, or choose another train.output"
         ) from None
     return file
+
+
+def environment_facts() -> dict[str, str]:
+    """Return versions, system, processor and GPUs of this machine; missing ones are left out.
+
+    They are stored with the run, because a report may be made later and elsewhere. They name no host, user or path.
+    """
+    facts = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            facts[name] = version(name)
+    facts["CPU"] = f"{processor_name()}, {cores_here()} cores for this process"
+    machine = NvmlSource().read()
+    if machine.gpus:
+        names = Counter(gpu.name for gpu in machine.gpus)
+        facts["GPU"] = ", ".join(f"{count} × {name}" for name, count in names.items())
+        facts["driver"] = machine.driver or "unknown"
+    return facts
+
+
+def write_environment(folder: Path) -> None:
+    """Write the current facts to ``folder``; a run that resumes elsewhere replaces them.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    replace_file(folder / RunFile.ENVIRONMENT, json.dumps(environment_facts(), indent=1))
 
 
 def finished(config: Config) -> dict[str, Any] | None:
@@ -46,7 +80,9 @@ def finished(config: Config) -> dict[str, Any] | None:
             has this run, finished under another strategy or precision than requested now.
     """
     output = Path(config.train.output)
-    if not config.checkpoint.resume and ((output / SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))):
+    if not config.checkpoint.resume and (
+        (output / RunFile.SUMMARY).exists() or saved_steps(folder_of(config.checkpoints))
+    ):
         raise ConfigError(
             f"train.output '{config.train.output}' contains a run already and checkpoint.resume is false; "
             "choose another train.output, or set checkpoint.resume=true to resume"
@@ -71,7 +107,7 @@ def finished(config: Config) -> dict[str, Any] | None:
 def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
     """Return this run's summary, its spread, and its data fingerprint; ``None`` if unfinished."""
     try:
-        summary: dict[str, Any] = json.loads((Path(config.train.output) / SUMMARY).read_text())
+        summary: dict[str, Any] = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())
     except (OSError, ValueError):
         return None
     spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)

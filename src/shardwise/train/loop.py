@@ -45,6 +45,7 @@ from shardwise.train.model import model_factory, model_facts, pretrained_factory
 from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
+from shardwise.train.run_files import RunFile
 from shardwise.train.run_interface import Outcome, Reporter, RunCallback, StepWindow
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
@@ -129,7 +130,7 @@ class TrainingRun:
         metrics = None
         if self.is_main:
             also = None if self.recorder is None else self.recorder.wrote
-            metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
+            metrics = MetricsFile(self.output / RunFile.METRICS, self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
         if self.extends and self.evaluator.best is not None:  # the last evaluation came after its checkpoint

@@ -19,6 +19,7 @@ from shardwise.errors import CheckpointError, CheckpointMismatch, ConfigError, S
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config, OptimizerTable
 from shardwise.train.metrics import read_metrics
+from shardwise.train.run_files import RunFile
 
 CONTENT = "the data (content)"
 LISTING = "the data (fingerprint)"  # includes the files' paths and modification times
@@ -75,7 +76,7 @@ def refuse_lost(output: Path, folder: Folder) -> None:
     Raises:
         ConfigError: it would be restarted, and its metrics would be lost.
     """
-    file = output / "metrics.jsonl"
+    file = output / RunFile.METRICS
     steps = [0]
     if exchange.rank() == 0:
         lines = list(read_metrics(file))

@@ -95,6 +95,11 @@ class Timing(BaseModel):
     early_reduces: float | None = None
     unmeasured: dict[str, str] = {}
 
+    @property
+    def whole_s(self) -> float:
+        """Mean seconds of a step with its share of the time between steps."""
+        return self.step_s + sum(self.between_s.values())
+
     def seconds(self, part: str) -> float:
         """Return mean seconds of ``part`` per step; 0 if it is not separated."""
         spread = self.parts.get(part)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardwise.measure.step_time.timing import BETWEEN, WAIT_PHASES, Timing
-from shardwise.report.html.layout_parts import colour, ordered, words
+from shardwise.measure.step_time.timing import BETWEEN, NAMES, PHASES, WAIT_PHASES, Timing
 from shardwise.report.html.run_record import (
     BenchSamples,
     Column,
     Curve,
     LoggedEvaluation,
     Memory,
-    SavedCheckpoint,
+    RunRecord,
     Series,
 )
+from shardwise.units import bytes_text
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -36,6 +36,60 @@ MIB, GIB = 2**20, 2**30
 LABELS = 72
 """Pixels at the right of a chart for the labels of its lines, which would cover them elsewhere."""
 _AXIS = {"gridcolor": "var:grid", "linecolor": "var:line", "zeroline": False, "automargin": True, "ticks": ""}
+_BARS = {"bargap": 0.3, "yaxis": {"autorange": "reversed", "showgrid": False, "title": {"text": ""}}}
+
+FAMILIES = {
+    "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
+    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
+    "waiting for slowest rank": ("slowest_rank",),
+    "data": ("data", "transfer"),
+    "the loop's own code": ("other",),
+}
+"""Families of parts for a summary sentence; every part is in one of them."""
+ORDER = tuple(part for family in FAMILIES.values() for part in family)
+"""Stack order from bottom to top: compute first, waiting on top of it."""
+
+
+def words(part: str) -> str:
+    """Return a part's title; an unknown part keeps its name."""
+    return NAMES.get(part, part)
+
+
+def colour(part: str) -> str:
+    """Return the style sheet variable of a part's colour."""
+    return f"p-{part}" if part in PHASES or part in BETWEEN else "p-other"
+
+
+def ordered(parts: Mapping[str, object]) -> list[str]:
+    """Order the present parts as in the stack; unknown ones last."""
+    return [part for part in ORDER if part in parts] + [part for part in parts if part not in ORDER]
+
+
+def families(timing: Timing) -> list[tuple[str, float]]:
+    """Sum seconds of a step by family, largest first; empty families are left out."""
+    sums = {name: sum(timing.seconds(part) for part in parts) for name, parts in FAMILIES.items()}
+    return sorted(((name, value) for name, value in sums.items() if value > 0), key=lambda item: -item[1])
+
+
+def all_figures(record: RunRecord) -> dict[str, Figure]:
+    """Build the charts that the record has numbers for, by name."""
+    series, timing = record.series, record.timing
+    found = {
+        "loss": loss_figure(series),
+        "heldout": heldout_figure(record.evaluations),
+        "throughput": throughput_figure(record),
+        "parts": parts_figure(series),
+        "ranks": None if timing is None else ranks_figure(timing),
+        "memory": memory_figure(record.memory),
+        "scaling": curves_figure(record.scaling, x="devices", y="tokens a second", text=lambda count: f"{count:,.0f}"),
+        "links": curves_figure(
+            record.links,
+            x="size of a message",
+            y="GB/s on the bus",
+            text=lambda size: bytes_text(size).replace(".00", ""),
+        ),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 def figure(data: Sequence[Figure], *, x: str, y: str, height: int = 300, **layout: Any) -> Figure:
@@ -72,6 +126,17 @@ def _line(x: Sequence[Any], y: Sequence[Any], name: str, tone: str, **more: Any)
     return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name, "line": line, **more}
 
 
+def _bar(x: Iterable[Any], y: Iterable[str], name: str, tone: str, text: Sequence[str], **more: Any) -> Figure:
+    bar = {"type": "bar", "orientation": "h", "x": list(x), "y": list(y), "name": html.escape(name), "text": text}
+    return {**bar, "marker": {"color": f"var:{tone}"}, **more}
+
+
+def _label(y: float, text: str, size: int) -> Figure:
+    """Label a line behind its end, at the right of the chart."""
+    place = {"xref": "paper", "x": 1, "y": y, "xanchor": "left", "xshift": 6, "align": "left", "showarrow": False}
+    return {**place, "text": text, "font": {"color": "var:ink", "size": size}}
+
+
 def _measured(series: Series, values: Column, name: str, digits: str) -> list[Figure]:
     """Plot points, or if there are many, pale ones and their running median."""
     hover = f"step %{{x:,}}: %{{y:{digits}}}<extra></extra>"
@@ -82,24 +147,15 @@ def _measured(series: Series, values: Column, name: str, digits: str) -> list[Fi
     return [pale, _line(series.step, middle, f"{name}, running median", "var:accent", hoverinfo="skip")]
 
 
-def _end_label(series: Series, values: Column, digits: str) -> list[Figure]:
-    """Label the last known value behind the end of its line."""
-    known = [(step, value) for step, value in zip(series.step, values, strict=True) if value is not None]
-    if not known:
-        return []
-    _, value = known[-1]
-    font = {"color": "var:ink", "size": 13}
-    place = {"xref": "paper", "x": 1, "y": value, "xanchor": "left", "xshift": 6, "showarrow": False}
-    return [{**place, "text": f"<b>{value:{digits}}</b>", "font": font}]
-
-
 def loss_figure(series: Series) -> Figure | None:
     """Plot training loss over steps; ``None`` without losses."""
-    if not any(value is not None for value in series.loss):
+    known = [value for value in series.loss if value is not None]
+    if not known:
         return None
     data = _measured(series, series.loss, "loss", ".4f")
-    labels = _end_label(series, series.loss, ".3f")
-    return figure(data, x="step", y="training loss (nats a token)", annotations=labels, margin={"r": LABELS})
+    labels = [_label(known[-1], f"<b>{known[-1]:.3f}</b>", 13)]
+    unit = " (nats a token)" if any(value is not None for value in series.tokens) else ""
+    return figure(data, x="step", y=f"training loss{unit}", annotations=labels, margin={"r": LABELS})
 
 
 def heldout_figure(evaluations: Sequence[LoggedEvaluation]) -> Figure | None:
@@ -109,51 +165,36 @@ def heldout_figure(evaluations: Sequence[LoggedEvaluation]) -> Figure | None:
     x, y = [e.step for e in evaluations], [e.heldout_bits_per_byte for e in evaluations]
     hover = "step %{x:,}: %{y:.4f}<extra></extra>"
     line = _line(x, y, "held out", "var:accent", marker={"color": "var:accent", "size": 8}, hovertemplate=hover)
-    line |= {
-        "mode": "lines+markers+text",
-        "text": [f"{value:.2f}" for value in y],
-        "textposition": "top right",
-        "cliponaxis": False,
-    }
-    if len(evaluations) > 8:
-        line["mode"] = "lines+markers"
+    mode = "lines+markers+text" if len(evaluations) <= 8 else "lines+markers"
+    line |= {"mode": mode, "text": [f"{value:.2f}" for value in y], "textposition": "top right", "cliponaxis": False}
     pad = (max(y) - min(y)) * 0.25 or 0.1
     span = {"range": [min(y) - pad, max(y) + pad]}
     return figure([line], x="step", y="bits per byte", height=240, yaxis=span, margin={"r": LABELS})
 
 
-def throughput_figure(series: Series, median: float | None, saves: Sequence[SavedCheckpoint]) -> Figure | None:
-    """Plot tokens per second over steps, with the run's figure and its checkpoints."""
-    if not any(value is not None for value in series.tokens_per_s):
+def throughput_figure(record: RunRecord) -> Figure | None:
+    """Plot tokens or samples per second over steps, with the run's figure and its checkpoints."""
+    series, values, noun = record.series, record.logged_per_s, record.noun
+    median, saves = record.per_s, record.saves
+    if not any(value is not None for value in values):
         return None
     shapes, notes = [], []
     if median is not None:
         dash = {"color": "var:soft", "width": 1.5, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": median, "y1": median, "line": dash})
-        where = {"xref": "paper", "x": 1, "y": median, "xanchor": "left", "xshift": 6, "align": "left"}
-        notes.append(
-            {
-                **where,
-                "showarrow": False,
-                "text": f"{_thousands(median)}<br>tokens/s",
-                "font": {"color": "var:ink", "size": 12},
-            }
-        )
-    data = _measured(series, series.tokens_per_s, "tokens/s", ",.0f")
+        rate = f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
+        notes.append(_label(median, f"{rate}<br>{noun}/s", 12))
+    data = _measured(series, values, f"{noun}/s", ",.0f")
     if saves:
         edge = {"color": "var:ink", "width": 1}
         tick = {"symbol": "triangle-up", "size": 14, "color": "var:p-checkpoint", "line": edge}
         hover = "checkpoint after step %{x:,}<extra></extra>"
         marks = {"type": "scatter", "mode": "markers", "marker": tick, "name": "checkpoint", "hovertemplate": hover}
         data.append({**marks, "x": [s.step for s in saves], "y": [0] * len(saves), "cliponaxis": False})
-    top = max(value for value in series.tokens_per_s if value is not None)
+    top = max(value for value in values if value is not None)
     axis = {"range": [0, top * 1.2]}
     more: Figure = {"shapes": shapes, "annotations": notes, "margin": {"r": LABELS}}
-    return figure(data, x="step", y="tokens a second", yaxis=axis, **more)
-
-
-def _thousands(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return figure(data, x="step", y=f"{noun} a second", yaxis=axis, **more)
 
 
 def parts_figure(series: Series) -> Figure | None:
@@ -182,17 +223,8 @@ def parts_figure(series: Series) -> Figure | None:
     data = []
     for label, tone, column in stacks:
         y = [None if value is None else value * unit for value in column]
-        area = {"stackgroup": "one", "fillcolor": f"var:{tone}", "line": {"width": 0.5, "color": "var:card"}}
-        hover = f"%{{y:.3~g}} {name}"
-        one = {
-            "type": "scatter",
-            "mode": "lines",
-            "x": steps,
-            "y": y,
-            "name": html.escape(label),
-            "hovertemplate": hover,
-        }
-        data.append({**one, **area})
+        area = {"mode": "lines", "stackgroup": "one", "fillcolor": f"var:{tone}", "line": {"width": 0.5}}
+        data.append(_line(steps, y, html.escape(label), "var:card", hovertemplate=f"%{{y:.3~g}} {name}", **area))
     axis = {"range": [0, top * unit * 1.08]}
     drawn = figure(data, x="step", y=f"{name} a step", height=320, yaxis=axis, hovermode="x unified")
     beyond = [f"step {s:,} ({h * unit:,.0f} {name})" for s, h in zip(steps, heights, strict=True) if h > top * 1.08]
@@ -236,26 +268,18 @@ def ranks_figure(timing: Timing) -> Figure | None:
     if len(ranks) < 2:
         return None
     unit, name = _unit(timing.step_s)
-    predicted_peaks = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
-    seen = dict.fromkeys(part for rank in ranks for part in predicted_peaks[rank])
+    seconds = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
+    seen = dict.fromkeys(part for rank in ranks for part in seconds[rank])
     data = []
     for part in ordered(seen):
-        values = [predicted_peaks[rank].get(part, 0.0) for rank in ranks]
+        values = [seconds[rank].get(part, 0.0) for rank in ranks]
         text = [f"{value * unit:.3g}" if value > 0.08 * timing.step_s else "" for value in values]
-        bar: Figure = {
-            "type": "bar",
-            "orientation": "h",
-            "y": [f"rank {rank}" for rank in ranks],
-            "name": html.escape(words(part)),
-        }
-        bar |= {"x": [value * unit for value in values], "marker": {"color": f"var:{colour(part)}"}, "text": text}
-        bar |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-        data.append({**bar, "hovertemplate": f"%{{fullData.name}}: %{{x:.3~g}} {name}<extra>%{{y}}</extra>"})
-    axis: Figure = {
-        "yaxis": {"autorange": "reversed", "showgrid": False, "title": {"text": ""}},
-        "xaxis": {"showgrid": True},
-    }
-    drawn = figure(data, x=f"{name} a step", y="", height=76 + 36 * len(ranks), barmode="stack", bargap=0.3, **axis)
+        place: Figure = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+        hover = f"%{{fullData.name}}: %{{x:.3~g}} {name}<extra>%{{y}}</extra>"
+        x, y = [value * unit for value in values], [f"rank {rank}" for rank in ranks]
+        data.append(_bar(x, y, words(part), colour(part), text, hovertemplate=hover, **place))
+    layout: Figure = {**_BARS, "barmode": "stack", "height": 76 + 36 * len(ranks)}
+    drawn = figure(data, x=f"{name} a step", y="", xaxis={"showgrid": True}, **layout)
     few = "each rank" if len(ranks) == len(timing.ranks) else f"{len(ranks)} of {len(timing.ranks)} ranks"
     whose = few if few == "each rank" else f"{few}, those that work longest and those that work shortest themselves"
     return {**drawn, "keys": [(colour(p), words(p)) for p in ordered(seen)], "unit": name, "whose": whose}
@@ -271,27 +295,19 @@ def memory_figure(memory: Memory) -> Figure | None:
     most = max([*memory.peaks.values(), *(predicted_peaks.get(phase, 0) for phase in phases)])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     rows = (
-        ("measured", "var:accent", [memory.peaks.get(phase) for phase in phases]),
-        ("predicted", "var:pale", [predicted_peaks.get(phase) for phase in phases]),
+        ("measured", "accent", [memory.peaks.get(phase) for phase in phases]),
+        ("predicted", "pale", [predicted_peaks.get(phase) for phase in phases]),
     )
     data = []
     for label, tone, column in rows:
         values = [None if value is None else value / unit for value in column]
         text = ["" if value is None else f"{label} {value:,.1f} {name}" for value in values]
-        bar: Figure = {
-            "type": "bar",
-            "orientation": "h",
-            "x": values,
-            "y": [html.escape(phase) for phase in phases],
-            "name": label,
-            "text": text,
-        }
-        bar |= {"marker": {"color": tone}, "textposition": "auto", "constraintext": "none", "cliponaxis": False}
-        data.append({**bar, "hovertemplate": f"{label}: %{{x:,.2f}} {name}<extra>%{{y}}</extra>"})
-    axis = {"autorange": "reversed", "showgrid": False, "title": {"text": ""}}
+        place: Figure = {"textposition": "auto", "constraintext": "none", "cliponaxis": False}
+        hover = f"{label}: %{{x:,.2f}} {name}<extra>%{{y}}</extra>"
+        data.append(_bar(values, map(html.escape, phases), label, tone, text, hovertemplate=hover, **place))
+    layout: Figure = {**_BARS, "barmode": "group", "height": 110 + 70 * len(phases)}
     x_axis = {"range": [0, most / unit * 1.05], "showgrid": True}
-    more: Figure = {"barmode": "group", "bargap": 0.3, "yaxis": axis, "xaxis": x_axis}
-    return figure(data, x=f"{name} on the fullest rank", y="", height=110 + 70 * len(phases), **more)
+    return figure(data, x=f"{name} on the fullest rank", y="", xaxis=x_axis, **layout)
 
 
 def curves_figure(samples: BenchSamples | None, *, x: str, y: str, text: Callable[[float], str]) -> Figure | None:
@@ -317,13 +333,8 @@ def curves_figure(samples: BenchSamples | None, *, x: str, y: str, text: Callabl
 
 
 def _log_axis(values: Sequence[float], text: Callable[[float], str]) -> Figure:
-    return {
-        "type": "log",
-        "tickangle": 0,
-        "tickmode": "array",
-        "tickvals": list(values),
-        "ticktext": [text(v) for v in values],
-    }
+    ticks = {"tickmode": "array", "tickvals": list(values), "ticktext": [text(value) for value in values]}
+    return {"type": "log", "tickangle": 0, **ticks}
 
 
 def _curve(curve: Curve, tone: str, text: Callable[[float], str]) -> list[Figure]:

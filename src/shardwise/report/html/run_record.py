@@ -33,12 +33,13 @@ class Figures(_Frozen):
     checkpoints blocked the ranks; evaluation, start-up and the time between a crash and the resume are in neither.
     ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all devices, and ``cost`` is those at
     ``price_per_device_hour``. ``mfu`` counts no recompute. ``heldout`` (loss and accuracy of labels) and
-    ``samples_per_s`` replace bits per byte and tokens where a sample is not text to go on with.
+    ``samples_per_s`` and ``labels`` replace bits per byte and tokens where a sample is not text to go on with.
     """
 
     steps: int = 0
     steps_planned: int | None = None
     tokens: int | None = None
+    labels: int | None = None
     first_loss: float | None = None
     last_loss: float | None = None
     heldout_bits_per_byte: float | None = None
@@ -77,6 +78,7 @@ class Series(_Frozen):
     grad_norm: Column = ()
     step_time_s: Column = ()
     tokens_per_s: Column = ()
+    samples_per_s: Column = ()
     parts_s: dict[str, Column] = {}
     between_s: dict[str, Column] = {}
 
@@ -167,6 +169,21 @@ class RunRecord(_Frozen):
     utilisation: Utilisation | None = None
     scaling: BenchSamples | None = None
     links: BenchSamples | None = None
+
+    @property
+    def noun(self) -> str:
+        """Noun of what is counted in a second: tokens, or samples that are no text."""
+        return "tokens" if self.figures.samples_per_s is None else "samples"
+
+    @property
+    def per_s(self) -> float | None:
+        """Throughput of the run, in `noun`."""
+        return self.figures.tokens_per_s if self.noun == "tokens" else self.figures.samples_per_s
+
+    @property
+    def logged_per_s(self) -> Column:
+        """Throughput of each row of the series, in `noun`."""
+        return self.series.tokens_per_s if self.noun == "tokens" else self.series.samples_per_s
 
     def to_json(self) -> str:
         """Serialize as ``report.json``; non-finite numbers are ``null``."""
