@@ -236,7 +236,7 @@ def measured(document: str, optimizer: dict[str, Any], model: str, estimate: str
 
 def predicted(row: dict[str, Any]) -> tuple[Any, int, float]:
     """The estimate that ``shardwise train`` compares with, the search's quick one, and the seconds of the former."""
-    from shardwise.cost.memory.estimate_memory import estimate, screen
+    from shardwise.cost.memory.estimate_memory import estimate, peak_lower_bound
     from shardwise.hardware.cluster import ClusterSpec
     from shardwise.model.trace import build_on_meta
     from shardwise.run.inspect_model import traced_profile, workload_for
@@ -250,7 +250,7 @@ def predicted(row: dict[str, Any]) -> tuple[Any, int, float]:
     cluster = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=row["world"])
     began = time.perf_counter()
     found = estimate(profile, plan, workload, cluster)
-    return found, screen(profile, plan, workload), time.perf_counter() - began
+    return found, peak_lower_bound(profile, plan, workload), time.perf_counter() - began
 
 
 def compare(row: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.accuracy.cpu_peak import Transformer
 from torch import nn
 
-from shardwise.cost.memory.estimate_memory import Parts, estimate, estimate_memory
+from shardwise.cost.memory.estimate_memory import ShardPlacement, estimate, estimate_memory
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.read import read_model
 from shardwise.model.trace import trace_module
@@ -175,13 +175,13 @@ def counted(document: str, model: str, optimizer: str) -> dict[str, int]:
     return found
 
 
-def cut_parts(module: nn.Module, plan: Plan) -> Parts:
+def cut_parts(module: nn.Module, plan: Plan) -> ShardPlacement:
     """How those who cut live models would cut this one."""
     from shardwise.parallel.decide import decide, parts_of
 
     spec = read_model(module)
     sample = torch.zeros(plan.micro_batch or 1, LENGTH, dtype=torch.int64)
-    return parts_of(decide(module, spec, plan, sample), spec, plan) if plan.dims.splits_model else Parts()
+    return parts_of(decide(module, spec, plan, sample), spec, plan) if plan.dims.splits_model else ShardPlacement()
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from shardwise.distributed.comm_timer import WAITS, Waits
+from shardwise.distributed.comm_timer import COMM_TIMER, Waits
 from shardwise.measure.step_time import clock
 from shardwise.measure.step_time.attribution import Attribution, PhaseTotals, _CpuWait, groups_of, split_off_waiting
 from shardwise.measure.step_time.clock import COUNTED, EARLY, DeviceClock, HostClock
-from shardwise.measure.step_time.timing import PARTS
+from shardwise.measure.step_time.timing import PHASES
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -182,7 +182,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
     one.finish()
     timing = one.timing()
     assert timing is not None and timing.warm_up + timing.steps == 8
-    assert WAITS.listener is None and not session.header
+    assert COMM_TIMER.listener is None and not session.header
 
 
 class LateEvent(Event):
@@ -296,7 +296,7 @@ def test_early_reductions_are_part_of_the_exposed_ones():
     timing = totals.timing(own, {})
     assert timing.early_reduce_s == pytest.approx(6e-9)
     assert timing.parts["exposed_dp"].mean_s == pytest.approx(10e-9)  # type: ignore[union-attr]
-    assert set(timing.parts) == set(PARTS)
+    assert set(timing.parts) == set(PHASES)
 
 
 def test_a_long_run_takes_no_more_memory_than_a_short_one():

@@ -19,7 +19,7 @@ from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed
 from shardwise.diagnosis.waits import workers_needed
 from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.hardware.parse_cluster import parse_cluster
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, PhaseStats, Timing
+from shardwise.measure.step_time.timing import BETWEEN, PHASES, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.terminal import print_findings
@@ -39,15 +39,15 @@ def timing(*changed: dict[str, float], steps: int = 40, **more: Any) -> Timing:
     rows = [{**CLEAN, "slowest_rank": 0.0, **row} for row in (changed or ({}, {}))]
     if len(rows) == 1:
         rows[0].pop("exposed_dp"), rows[0].pop("slowest_rank")
-    kept = [part for part in PARTS if all(part in row for row in rows)]
-    ranks = tuple({part: row.get(part, 0.0) for part in (*PARTS, *BETWEEN)} for row in rows)
+    kept = [part for part in PHASES if all(part in row for row in rows)]
+    ranks = tuple({part: row.get(part, 0.0) for part in (*PHASES, *BETWEEN)} for row in rows)
     facts: dict[str, Any] = {
         "steps": steps,
         "warm_up": 3,
         "world_size": len(rows),
         "step_s": sum(sum(row[part] for part in kept) for row in rows) / len(rows),
         "median_step_s": 0.1,
-        "parts": {part: spread_of([row[part] for row in rows]) if part in kept else None for part in PARTS},
+        "parts": {part: spread_of([row[part] for row in rows]) if part in kept else None for part in PHASES},
         "between_s": dict.fromkeys(BETWEEN, 0.0),
         "ranks": ranks,
         "late_share": 0.0,

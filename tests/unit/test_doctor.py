@@ -12,10 +12,10 @@ from rich.console import Console
 
 from shardwise.doctor.cgroup import Allowed, allowed
 from shardwise.doctor.check import Check
-from shardwise.doctor.checks.disk import look_at_disk
+from shardwise.doctor.checks.disk import inspect_disk
 from shardwise.doctor.checks.ranks import check_ranks_test
 from shardwise.doctor.checks.versions import numbers
-from shardwise.doctor.machine_facts import Limit, _visible, look_at_host
+from shardwise.doctor.machine_facts import Limit, _visible, inspect_host
 from shardwise.doctor.rank_self_test import RankAnswer, RanksTest, judged
 from shardwise.doctor.run_checks import examine
 from shardwise.doctor.table import print_doctor, summary, to_document
@@ -368,7 +368,7 @@ class TestDisk:
         assert "637" in only(facts, "disk space", "warning").text
 
     def test_it_is_measured_and_nothing_stays(self, tmp_path):
-        found = look_at_disk(tmp_path / "not" / "there", size=8 * MIB)
+        found = inspect_disk(tmp_path / "not" / "there", size=8 * MIB)
         assert found.place == str(tmp_path) and found.problem is None and found.tried_bytes == 8 * MIB
         assert found.write_bytes_per_s and found.read_bytes_per_s and found.kind
         assert list(tmp_path.iterdir()) == []
@@ -376,14 +376,14 @@ class TestDisk:
     def test_a_file_is_no_folder(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(UserError, match="is a file"):
-            look_at_disk(tmp_path / "file" / "runs")
+            inspect_disk(tmp_path / "file" / "runs")
 
     def test_a_disk_that_refuses_is_said(self, tmp_path, monkeypatch):
         def refuse(*_, **__):
             raise OSError(30, "Read-only file system")
 
         monkeypatch.setattr("shardwise.doctor.checks.disk._try_out", refuse)
-        found = look_at_disk(tmp_path)
+        found = inspect_disk(tmp_path)
         assert found.problem == "Read-only file system" and found.write_bytes_per_s is None
 
 
@@ -499,7 +499,7 @@ def test_every_check_is_in_the_documentation():
 
 
 def test_this_machine_can_be_looked_at(tmp_path):
-    facts = look_at_host(2, tmp_path)
+    facts = inspect_host(2, tmp_path)
     assert facts.ranks == 2 and facts.cores >= 1 and facts.memory_bytes > 0 and facts.disk is not None
     names = [check.name for check in examine(facts)]
     assert {"devices", "versions", "cores", "memory", "open files", "shared memory", "settings"} <= set(names)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.cost.memory.estimate_memory import estimate, estimate_memory, screen
+from shardwise.cost.memory.estimate_memory import estimate, estimate_memory, peak_lower_bound
 from shardwise.errors import ConfigError, ModelError, PlanError
 from shardwise.hardware.cluster import detect
 from shardwise.model.read import read_model
@@ -360,7 +360,7 @@ class TestCosts:
         full = 64 * 8 * VOCAB * 4
         assert logits[0] == 3 * full
         assert logits[1] == full // 8 + (64 * 8 + VOCAB) * 32 * 4  # a chunk, and the gradients that wait
-        assert screen(profile, plans[1], workload) < screen(profile, plans[0], workload)
+        assert peak_lower_bound(profile, plans[1], workload) < peak_lower_bound(profile, plans[0], workload)
 
     def test_so_do_those_without_a_profile(self) -> None:
         spec = read_model(decoder())

@@ -16,7 +16,7 @@ import pytest
 from shardwise.diagnosis.finding import Finding
 from shardwise.errors import MachineError, UserError
 from shardwise.measure.comm_facts import bus_factor
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, PhaseStats
+from shardwise.measure.step_time.timing import BETWEEN, PHASES, PhaseStats
 from shardwise.report.html import elements as html
 from shardwise.report.html import figures as html_figures
 from shardwise.report.html import layout_parts as html_parts
@@ -396,7 +396,7 @@ def test_colours_can_be_read(run, tmp_path, theme):
         read_run(run, scaling=read_scaling(write_scaling(tmp_path)), links=read_links(write_links(tmp_path)))
     )
     used = set(re.findall(r'"var:([a-z0-9_-]+)"', json.dumps(figures)))
-    used |= {html_parts.colour(part) for part in (*PARTS, *BETWEEN)}
+    used |= {html_parts.colour(part) for part in (*PHASES, *BETWEEN)}
     used |= set(re.findall(r"var\(--([a-z0-9_-]+)\)", (html.ASSETS / "report.css").read_text()))
     assert not used - colours.keys()
     pairs = [(text, ground) for text in ("ink", "soft", "accent", "good", "bad") for ground in ("page", "card")]
@@ -412,7 +412,7 @@ def _weak(colours: dict[str, str], pair: tuple[str, str], least: float) -> bool:
 
 def test_every_part_is_in_one_family():
     listed = [part for parts in html_parts.FAMILIES.values() for part in parts]
-    assert sorted(listed) == sorted(PARTS)
+    assert sorted(listed) == sorted(PHASES)
     assert sum(seconds for _, seconds in html_parts.families(timing())) == pytest.approx(timing().step_s)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.explain import why_not
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import DoesNotFit, ModelError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
@@ -102,7 +102,7 @@ def seconds(profile, plan, workload, cluster) -> StepTime:
     return StepTime(step_s=total, low_s=total * 0.9, high_s=total * 1.1, compute_s=1.0, exposed_dp_s=total - 1.0)
 
 
-COSTS = Costs(estimate=estimate, screen=needs, step_time=seconds)
+COSTS = Costs(estimate=estimate, peak_lower_bound=needs, step_time=seconds)
 WORK = Workload(seq_len=4096, global_batch=64)
 
 
@@ -404,8 +404,8 @@ class TestUnknown:
         best = found().candidates[0]
         other = best.model_copy(update={"time": None, "plan": best.plan.model_copy(update={"strategy": "ddp"})})
         far = best.model_copy(update={"plan": best.plan.model_copy(update={"strategy": "fsdp+tp2"})})
-        question = ask(model(), WORK, cluster(), Pins(), costs=COSTS)
-        assert against(question, other, far) == "its speed is unknown, and that of fsdp+tp2 is not"
+        problem = ask(model(), WORK, cluster(), Pins(), costs=COSTS)
+        assert against(problem, other, far) == "its speed is unknown, and that of fsdp+tp2 is not"
 
     def test_a_category(self):
         def partly(profile, plan, workload, cluster):
@@ -444,7 +444,7 @@ class TestUnknown:
 
 
 class TestWhyNot:
-    def question(self):
+    def problem(self):
         return ask(model(), WORK, cluster(), Pins(), costs=COSTS)
 
     def test_reasons_with_arithmetic(self):
@@ -456,23 +456,23 @@ class TestWhyNot:
             ("ddp+tp16", "does not divide the 8 devices"),
             (best.plan.strategy, "is the plan"),
         ):
-            _, lines = why_not(self.question(), parse_strategy(name), best)
+            _, lines = why_not(self.problem(), parse_strategy(name), best)
             assert any(says in line for line in lines), (name, lines)
 
     def test_the_plan_itself(self):
         best = found(pins=Pins(strategy=parse_strategy("ddp"))).candidates[0]
         assert best.fits is False
-        same, lines = why_not(self.question(), parse_strategy("no_shard"), best)
+        same, lines = why_not(self.problem(), parse_strategy("no_shard"), best)
         assert same is best and lines[0].startswith("ddp is the plan; it needs 119.")
 
     def test_a_faster_one_is_not_called_slower(self):
         """A plan that was pinned is kept, and adapters train something else."""
         slow = found(pins=Pins(strategy=parse_strategy("fsdp+offload"))).candidates[0]
-        _, (line,) = why_not(self.question(), parse_strategy("zero2"), slow)
+        _, (line,) = why_not(self.problem(), parse_strategy("zero2"), slow)
         assert re.fullmatch(r"not zero2: \d+% faster, but fsdp\+offload is the plan that was kept; .*", line)
         lora = slow.model_copy(update={"plan": slow.plan.model_copy(update={"strategy": "zero2+lora"})})
         other = lora.model_copy(update={"time": lora.time.model_copy(update={"step_s": lora.time.step_s / 2})})
-        text = against(self.question(), other, slow)
+        text = against(self.problem(), other, slow)
         assert text == "50% faster, but it trains adapters only, which is another training; pin it"
 
 
@@ -516,22 +516,22 @@ class TestPruning:
     def test_against_all_plans(self, name, text, length, batch, strategy):
         pins = Pins(strategy=None if strategy is None else parse_strategy(strategy))
         work = Workload(seq_len=length, global_batch=batch)
-        question = ask(load_profile(name, seq_len=length), work, parse_cluster(text), pins)
-        result = search_and_advise(question.profile, work, question.cluster, pins)
+        problem = ask(load_profile(name, seq_len=length), work, parse_cluster(text), pins)
+        result = search_and_advise(problem.profile, work, problem.cluster, pins)
         fastest = min(c.time.step_s for c in result.candidates if c.fits)
-        assert fastest <= self.exhaustive(question) * 1.005
+        assert fastest <= self.exhaustive(problem) * 1.005
 
-    def exhaustive(self, question) -> float:
+    def exhaustive(self, problem) -> float:
         """Seconds of the fastest plan that fits, of all."""
         timed = []
-        for layout in laid_out(question)[0]:
-            for micro, recompute, sync in product(layout.micros, recomputes(question), syncs(layout)):
-                plan = plan_for(question, layout, micro, recompute, sync)
-                if question.costs.screen(question.profile, plan, question.workload) <= question.usable * 1.1:
-                    timed.append((time_of(question, plan).step_s, plan))
+        for layout in laid_out(problem)[0]:
+            for micro, recompute, sync in product(layout.micros, recomputes(problem), syncs(layout)):
+                plan = plan_for(problem, layout, micro, recompute, sync)
+                if problem.costs.peak_lower_bound(problem.profile, plan, problem.workload) <= problem.usable * 1.1:
+                    timed.append((time_of(problem, plan).step_s, plan))
         for seconds_, plan in sorted(timed, key=lambda pair: pair[0]):
-            memory = question.costs.estimate(question.profile, plan, question.workload, question.cluster)
-            if memory.device_bytes <= question.usable:
+            memory = problem.costs.estimate(problem.profile, plan, problem.workload, problem.cluster)
+            if memory.device_bytes <= problem.usable:
                 return seconds_
         return float("inf")
 
@@ -632,7 +632,7 @@ class TestOnThisMachine:
             seen.append(plan.strategy)
             if plan.dims.tp > 1:
                 raise ModelError("the model has a fused gate")
-            return Parts(stages=(frozenset({"p"}),) * plan.dims.pp)
+            return ShardPlacement(stages=(frozenset({"p"}),) * plan.dims.pp)
 
         machine = cluster(memory=15 * GIB, gpu=None)
         found = choose_profiled(model(), self.SPEC, WORK, machine, Pins(), costs=COSTS, cut=cut)

@@ -15,11 +15,11 @@ import torch
 from torch._dynamo.backends.debugging import eager
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.process_group import join
 from shardwise.measure.step_time import comm_hooks as borders
 from shardwise.measure.step_time.attribution import Attribution
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, Timing
+from shardwise.measure.step_time.timing import BETWEEN, PHASES, Timing
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -126,7 +126,7 @@ def trained(case: Case, patched: pytest.MonkeyPatch) -> dict[str, Any] | None:
             nap("checkpoint")
             session.phase = "other"
     attribution.finish()
-    assert WAITS.listener is None
+    assert COMM_TIMER.listener is None
     assert attribution not in session.observers and attribution not in session.header and not session.phase_watchers
     timing = attribution.timing()
     assert (timing is None) == (ranks.rank > 0)
@@ -216,7 +216,7 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     for part in ("forward", "backward", "clip", "optimizer", "data", "other"):
         assert told[part].low_s > 0
     assert not timing.unmeasured and not timing.early_reduces
-    assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PARTS, *BETWEEN}
+    assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PHASES, *BETWEEN}
 
 
 @pytest.mark.parametrize("case", ALL_LATE, ids=name_of)
@@ -358,7 +358,7 @@ def two_sessions() -> list[float] | None:
             step.update(optimizer)
     for attribution, *_ in made:
         attribution.finish()
-    assert WAITS.listener is None
+    assert COMM_TIMER.listener is None
     timings = [attribution.timing() for attribution, *_ in made]
     return [timing.seconds("exposed_dp") for timing in timings if timing is not None]
 

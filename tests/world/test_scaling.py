@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.bench.scaling.scaling_plans import plan_at
 from shardwise.bench.scaling.scaling_sizes import WARM_UP, forget, measure_size
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.process_group import join
 from shardwise.measure.scaling_facts import Mode, Sample
 from shardwise.plan.dims import dims_for
@@ -59,7 +59,7 @@ def measured(strategy: str, mode: Mode, pause_s: float) -> tuple[Sample | None, 
 
     sample = measure_size(config(), plan, mode, factory, feed(plan, ticks, pause_s), ranks, STEPS)
     forget(ranks)
-    return sample, ticks, WAITS.listener is None and [model() for model in models] == [None]
+    return sample, ticks, COMM_TIMER.listener is None and [model() for model in models] == [None]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -66,15 +66,15 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
     A region is split where shards begin or end until no split is left: then it must be one shard's.
 
     """
-    cut = _best_cut(region, [box for box, _ in parts])
-    if cut is None:
+    split = _best_split(region, [box for box, _ in parts])
+    if split is None:
         if len(parts) == 1:
             return None
         if parts:
             first, second = (f"'{shard.key}' in {shard.file} at {list(shard.offsets)}" for _, shard in parts[:2])
             return f"shards overlap: {first} and {second}"
         return f"no shard contains the elements from {list(region.offsets)} on, {list(region.lengths)} of them"
-    axis, places = cut
+    axis, places = split
     if len(places) + 1 == len(parts):  # slices of one dimension, in any order: the usual case, solved by sorting
         ordered = sorted((box.offsets[axis], box.offsets[axis] + box.lengths[axis]) for box, _ in parts)
         begin, end = region.offsets[axis], region.offsets[axis] + region.lengths[axis]
@@ -88,7 +88,7 @@ def _fault_in(region: Box, parts: list[tuple[Box, Placed]]) -> str | None:
     return None
 
 
-def _best_cut(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
+def _best_split(region: Box, boxes: Sequence[Box]) -> tuple[int, list[int]] | None:
     """Choose the dimension with most box boundaries inside the region, and their positions.
 
     ``None`` where no dimension has any.

@@ -140,8 +140,8 @@ def prune(folder: Folder, keep: int, saved: Folder, protected: Sequence[str] = (
         warnings.warn(f"old checkpoints in '{folder}' could not be listed: {error}", stacklevel=2)
         return
     there = {saved.name, *(path.name for path in others)}
-    held = protected[:1] if {*protected[:1]} <= there else protected
-    for path in (path for path in others[keep - 1 :] if path.name not in held):
+    pinned = protected[:1] if {*protected[:1]} <= there else protected
+    for path in (path for path in others[keep - 1 :] if path.name not in pinned):
         try:
             take_away(path)
         except Exception as error:
@@ -166,7 +166,7 @@ class FolderLock:
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            _held.add(self)
+            _open_locks.add(self)
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -212,7 +212,7 @@ class FolderLock:
         )
 
 
-_held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
@@ -220,7 +220,7 @@ def _let_go_in_child() -> None:
 
     The lock belongs to the open file: a child (of a data loader) that outlives its parent would keep other runs out.
     """
-    for lock in list(_held):
+    for lock in list(_open_locks):
         lock.release()
 
 

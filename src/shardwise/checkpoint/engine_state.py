@@ -34,7 +34,7 @@ class Shadow:
     def __init__(self, module: nn.Module, engine: Engine, *, filled: bool, states: bool = True) -> None:
         self.engine = engine
         self._module = module
-        kind = "cpu" if not torch.cuda.is_available() else next(iter(engine.held().masters)).device.type
+        kind = "cpu" if not torch.cuda.is_available() else next(iter(engine.local_tensors().masters)).device.type
         self._mesh: DeviceMesh | None = None
         if exchange.world_size() > 1:
             self._mesh = init_device_mesh(kind, (exchange.world_size(),))

@@ -83,16 +83,16 @@ class TensorEntry(BaseModel):
     def _covered(self) -> Self:
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype '{self.dtype}' is unknown")
-        held = 0
+        num_elements = 0
         for shard in self.shards:
             if not len(shard.offsets) == len(shard.lengths) == len(self.shape):
                 raise ValueError(f"a shard in {shard.file} has another number of dimensions than {self.shape}")
             for start, length, size in zip(shard.offsets, shard.lengths, self.shape, strict=True):
                 if length < 1 or start + length > size:
                     raise ValueError(f"a shard in {shard.file} reaches outside of {self.shape}")
-            held += math.prod(shard.lengths)
-        if held != math.prod(self.shape):
-            raise ValueError(f"the shards contain {held} of {math.prod(self.shape)} elements")
+            num_elements += math.prod(shard.lengths)
+        if num_elements != math.prod(self.shape):
+            raise ValueError(f"the shards contain {num_elements} of {math.prod(self.shape)} elements")
         return self
 
 
@@ -239,10 +239,10 @@ def read_manifest(path: Folder) -> Manifest:
         found = Manifest.model_validate(data)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        raise CheckpointError(f"'{file}' is damaged: {_said(lines)}; {earlier}") from None
+        raise CheckpointError(f"'{file}' is damaged: {_problem_text(lines)}; {earlier}") from None
     entries = found.tensors.items()
     if lines := [f"{name}: {fault}" for name, e in entries if (fault := coverage_fault(e.shape, e.shards))]:
-        raise CheckpointError(f"'{file}' is damaged: {_said(lines)}; {earlier}")
+        raise CheckpointError(f"'{file}' is damaged: {_problem_text(lines)}; {earlier}")
     return found
 
 
@@ -260,7 +260,11 @@ def parsed_json(raw: bytes) -> Any:
         level = [value for value in level if isinstance(value, dict | list)]
         if not level:
             return data
-        level = [v for held in level for v in (held.values() if isinstance(held, dict) else held)]
+        level = [
+            v
+            for num_elements in level
+            for v in (num_elements.values() if isinstance(num_elements, dict) else num_elements)
+        ]
     raise ValueError(f"it nests deeper than {_DEEPEST} levels")
 
 
@@ -273,7 +277,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _said(problems: list[str]) -> str:
+def _problem_text(problems: list[str]) -> str:
     """Shorten a list of problems, without terminal control characters."""
     return short_list(["".join(c if c.isprintable() else "?" for c in line[:300]) for line in problems])
 

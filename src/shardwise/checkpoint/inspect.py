@@ -279,9 +279,9 @@ def _closer(reader: RangeReader, header: int, shards: Sequence[tuple[Shard, int]
         return Damage(name, f"its header is damaged ({type(error).__name__}: {error})", keys)
     if lost := tuple(key for key in keys if key not in ends):
         return Damage(name, "its header does not match the manifest", lost)
-    if cut := tuple(key for key in keys if ends[key] > size):
-        needed = max(ends[key] for key in cut)
-        return Damage(name, f"is truncated: it has {size} bytes, and {needed} are needed", cut)
+    if truncated := tuple(key for key in keys if ends[key] > size):
+        needed = max(ends[key] for key in truncated)
+        return Damage(name, f"is truncated: it has {size} bytes, and {needed} are needed", truncated)
     if wrong := tuple(shard.key for shard, num_bytes in shards if ends[shard.key] - begins[shard.key] != num_bytes):
         return Damage(name, "has tensor sizes that differ from the manifest", wrong)
     needed = max(ends.values(), default=8 + header)

@@ -37,7 +37,7 @@ LOCAL_THREADS, REMOTE_THREADS = 4, 8
 BATCH = 64 * MIB  # bytes of small shards per task
 BLOCK = 64 * MIB  # bytes in memory at once, of a tensor of another tool's
 
-Told = Callable[[int], None]  # a number of bytes
+OnBytes = Callable[[int], None]  # a number of bytes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _nobody(num_bytes: int) -> None:
 
 
 @no_collector()
-def verify_checkpoint(place: str | Folder, begin: Told = _nobody, tick: Told = _nobody) -> Verification:
+def verify_checkpoint(place: str | Folder, begin: OnBytes = _nobody, tick: OnBytes = _nobody) -> Verification:
     """Read every byte of the checkpoint at ``place`` and compare the hashes.
 
     See `inspect_checkpoint` for ``place``. Also checked: the shards of a tensor cover it exactly once, aliases refer to
@@ -143,7 +143,7 @@ def _is_state(name: str) -> bool:
 
 
 def _wrong_shards(
-    folder: Folder, files: Mapping[str, list[tuple[Shard, int]]], dtypes: Mapping[int, torch.dtype], tick: Told
+    folder: Folder, files: Mapping[str, list[tuple[Shard, int]]], dtypes: Mapping[int, torch.dtype], tick: OnBytes
 ) -> list[Damage]:
     """List tensors whose bytes differ from those that were saved, by file."""
     threads = LOCAL_THREADS if is_local(folder) else REMOTE_THREADS
@@ -163,13 +163,13 @@ def _batches(files: Mapping[str, list[tuple[Shard, int]]]) -> Iterator[list[Shar
 
 def _batches_of(shards: list[tuple[Shard, int]]) -> Iterator[tuple[int, list[Shard]]]:
     batch: list[Shard] = []
-    held = done = 0
+    batched = done = 0
     for shard, num_bytes in sorted(shards, key=_place_in_file):
         batch.append(shard)
-        held += num_bytes
-        if held >= BATCH:
+        batched += num_bytes
+        if batched >= BATCH:
             yield done, batch
-            batch, done, held = [], done + held, 0
+            batch, done, batched = [], done + batched, 0
     if batch:
         yield done, batch
 
@@ -181,7 +181,7 @@ def _place_in_file(item: tuple[Shard, int]) -> tuple[float, str]:
 
 
 def _look_at(
-    reader: ShardReader, shards: Sequence[Shard], dtypes: Mapping[int, torch.dtype], tick: Told
+    reader: ShardReader, shards: Sequence[Shard], dtypes: Mapping[int, torch.dtype], tick: OnBytes
 ) -> list[tuple[str, str, str]]:
     """Return file, problem and tensor of each damaged shard."""
     found = []
@@ -207,7 +207,7 @@ def _all(pool: ThreadPoolExecutor, work: Sequence[Future[list[tuple[str, str, st
         raise
 
 
-def _verify_source(place: str | Folder, begin: Told, tick: Told, started: float) -> Verification:
+def _verify_source(place: str | Folder, begin: OnBytes, tick: OnBytes, started: float) -> Verification:
     """Read every tensor of another tool's checkpoint."""
     try:
         opened = open_source(place)
@@ -228,7 +228,7 @@ def _verify_source(place: str | Folder, begin: Told, tick: Told, started: float)
         return Verification(source.kind, source.place, False, source.step, len(tensors), 0, total, spent, damage, notes)
 
 
-def _read_all(source: Source, name: str, info: TensorInfo, tick: Told) -> list[tuple[str, str, str]]:
+def _read_all(source: Source, name: str, info: TensorInfo, tick: OnBytes) -> list[tuple[str, str, str]]:
     for box in _blocks(info):
         try:
             found = source.read(name, box)

@@ -160,14 +160,14 @@ def box_of(tensor: torch.Tensor) -> Box:
     if _StridedShard in kinds:
         box = _strided_box(tensor)
     else:
-        box = _cut_box(tensor.shape, tensor.device_mesh, tensor.placements, exchange.rank())
+        box = _split_box(tensor.shape, tensor.device_mesh, tensor.placements, exchange.rank())
     if box.lengths != tuple(local_of(tensor).shape):
         raise CheckpointError(f"the local shape {tuple(local_of(tensor).shape)} is not {box.lengths} as laid out")
     return box
 
 
 @lru_cache(maxsize=1 << 14)  # optimizer state is laid out as its parameters, and the next save finds all of it again
-def _cut_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Box:
+def _split_box(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int) -> Box:
     lengths, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return Box(tuple(offsets), tuple(lengths))
 
@@ -182,10 +182,10 @@ def _strided_box(tensor: DTensor) -> Box:
     coordinate, sizes = tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape
     if coordinate is None:
         raise CheckpointError("this rank is not in the mesh of a tensor that it has")
-    cuts = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
-    for axis, placement in sorted(cuts, key=lambda cut: isinstance(cut[1], _StridedShard)):
+    splits = [(axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
+    for axis, placement in sorted(splits, key=lambda split: isinstance(split[1], _StridedShard)):
         if isinstance(placement, _StridedShard):
-            right = math.prod(sizes[other] for other, p in cuts if other > axis and p.dim == placement.dim)
+            right = math.prod(sizes[other] for other, p in splits if other > axis and p.dim == placement.dim)
             if placement.split_factor != right:
                 raise CheckpointError(
                     f"a tensor laid out as {tensor.placements} cannot be checkpointed: its local shard is not a box"

@@ -116,11 +116,11 @@ def load_checkpoint(
     exchange.together(lambda: _choose_options(path, optimizer, work))
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
-    _tell_inexact(work)
+    _report_inexact(work)
     return work.manifest
 
 
-def _tell_inexact(work: _Work) -> None:
+def _report_inexact(work: _Work) -> None:
     """Report on rank 0 that 8-bit state is not bit-equal to what was saved, where it is not."""
     names = [name for name, moved in work.moved if not moved.is_exact]
     if names and exchange.rank() == 0:
@@ -299,13 +299,13 @@ def _match_average(slots: list[Slot], average: Average, work: _Work) -> None:
     """Match each average to its own in the checkpoint; a tied weight's is stored once."""
     for slot in slots:
         name = f"{AVERAGE}{_stored(slot.name, work.manifest)}"
-        entry, held = work.manifest.entry(name), average.get(id(slot.tensor))
-        if held is None:
+        entry, averaged = work.manifest.entry(name), average.get(id(slot.tensor))
+        if averaged is None:
             continue
-        if entry is None or entry.shape != tuple(held.shape) or entry.dtype != code_of(held):
+        if entry is None or entry.shape != tuple(averaged.shape) or entry.dtype != code_of(averaged):
             work.problems.append(f"{name}: not in the checkpoint, or of another shape or dtype")
         else:
-            work.jobs.append((held, touched(held, entry.shards)))
+            work.jobs.append((averaged, touched(averaged, entry.shards)))
 
 
 def _match_groups(slots: list[Slot], part: StageOwnership | None, optimizer: Optimizer, work: _Work) -> None:
@@ -375,7 +375,9 @@ def _match_state(slots: list[Slot], optimizer: Optimizer, work: _Work) -> None:
 def _with_state(manifest: Manifest) -> set[str]:
     """Return the parameters that have optimizer state in the checkpoint."""
     tensors = (name.removeprefix("optimizer/") for name in manifest.tensors if name.startswith("optimizer/"))
-    return {name.rsplit("/", 1)[0] for name in tensors} | {n for n, held in manifest.optimizer.state.items() if held}
+    return {name.rsplit("/", 1)[0] for name in tensors} | {
+        n for n, averaged in manifest.optimizer.state.items() if averaged
+    }
 
 
 def _stored_names(slots: list[Slot], manifest: Manifest) -> dict[int, str]:

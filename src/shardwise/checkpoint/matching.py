@@ -118,7 +118,7 @@ def select(
         notes += _left_out(source, other, reason)
     else:
         items += [_item(source, _state_name(name, renamed), name, None) for name in other]
-    _say_cast(source, items, notes)
+    _report_cast(source, items, notes)
     bad = sorted({str(item.info.dtype) for item in items if item.info.dtype not in CODES})
     if bad:
         raise CheckpointError(
@@ -234,7 +234,7 @@ def _left_out(source: Source, other: list[str], reason: str) -> list[str]:
     return notes
 
 
-def _say_cast(source: Source, items: list[TargetTensor], notes: list[str]) -> None:
+def _report_cast(source: Source, items: list[TargetTensor], notes: list[str]) -> None:
     """Note each pair of source and target dtypes."""
     pairs = Counter((source.tensors[item.origin].dtype, item.info.dtype) for item in items)
     for (old, new), number in pairs.items():

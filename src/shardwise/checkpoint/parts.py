@@ -62,9 +62,9 @@ def merged_groups(stages: Mapping[int, Groups], order: Sequence[str]) -> list[Pa
     made: list[ParamGroup] = []
     problems: list[str] = []
     for number in range(numbers[first]):
-        held = {rank: groups[number] for rank, groups in stages.items()}
-        filled = {rank: group for rank, group in held.items() if group["params"]} or held
-        names = {name for group in held.values() for name in group["params"]}
+        stage_groups = {rank: groups[number] for rank, groups in stages.items()}
+        filled = {rank: group for rank, group in stage_groups.items() if group["params"]} or stage_groups
+        names = {name for group in stage_groups.values() for name in group["params"]}
         params = tuple(sorted(names, key=lambda name: (place.get(name, len(place)), name)))
         speaker = next(iter(filled))
         options = filled[speaker]["options"]
@@ -93,6 +93,6 @@ def joined(problems: list[str], ownerships: list[list[int]]) -> tuple[list[str],
     if rows:
         found[0] = [*dict.fromkeys(problem for row, _ in rows for problem in row)]
         columns = itertools.zip_longest(*(row for _, row in rows), fillvalue=[])
-        found[1] = [sorted({at for held in column for at in held}) for column in columns]
+        found[1] = [sorted({at for stage_groups in column for at in stage_groups}) for column in columns]
     all_problems, all_ownerships = exchange.broadcast_json(found)
     return all_problems, all_ownerships

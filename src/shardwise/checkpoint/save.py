@@ -27,7 +27,7 @@ from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import LATEST, MANIFEST, newest, step_folder
 from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
-from shardwise.checkpoint.save_plan import Average, Holdings, Share, deal, holdings_of
+from shardwise.checkpoint.save_plan import Average, LocalState, SavePlan, deal, holdings_of
 from shardwise.checkpoint.save_report import ManifestHead, failure_of, fault_of, merged, write_share
 from shardwise.checkpoint.staging import Copy, Stage
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
@@ -168,7 +168,9 @@ class Saver:
             model_facts,
             names=() if ownership is None else ownership.names,
         )
-        head, share = self._settle(working, make_head, lambda: holdings_of(model, optimizer, rng, average), model)
+        head, share = self._agree_on_save_plan(
+            working, make_head, lambda: holdings_of(model, optimizer, rng, average), model
+        )
         if not self.async_save:
             failure = self._write(working, target, share, head)
             if failure:
@@ -252,28 +254,28 @@ class Saver:
             raise exchange.revive(answer["failure"])
         return folder_of(answer["working"]) if answer["working"] else None
 
-    def _settle(
+    def _agree_on_save_plan(
         self,
         working: Folder,
         head_of: Callable[[], ManifestHead],
-        holdings_here: Callable[[], Holdings],
+        holdings_here: Callable[[], LocalState],
         model: nn.Module,
-    ) -> tuple[ManifestHead, Share]:
+    ) -> tuple[ManifestHead, SavePlan]:
         """Agree on the save plan; an error on any rank is raised on all. Collective."""
         wrong: Exception | None = None
-        made: list[tuple[ManifestHead, Share]] = []
-        holdings = Holdings()
+        made: list[tuple[ManifestHead, SavePlan]] = []
+        local_state = LocalState()
         try:
-            holdings = holdings_here()
+            local_state = holdings_here()
         except Exception as error:
             wrong = error
         if is_in_parts(model):
-            holdings.leave(owners_of(holdings.buffers))
-        loads = exchange.gather_counts(holdings.own_bytes)
-        marks = exchange.gather_counts(-1 if wrong else holdings.mark)
+            local_state.leave(owners_of(local_state.buffers))
+        loads = exchange.gather_counts(local_state.own_bytes)
+        marks = exchange.gather_counts(-1 if wrong else local_state.mark)
         try:
             if wrong is None:
-                made.append((head_of(), deal(holdings, loads, marks)))
+                made.append((head_of(), deal(local_state, loads, marks)))
         except Exception as error:
             wrong = error
         fault = None if wrong is None else {"rank": self._rank, "path": str(working), "fault": fault_of(wrong)}
@@ -289,7 +291,7 @@ class Saver:
         self,
         working: Folder,
         target: Folder,
-        share: Share,
+        share: SavePlan,
         head: ManifestHead,
         group: ProcessGroup | None = None,
         wrong: Exception | None = None,
@@ -340,7 +342,7 @@ class Saver:
         return failure_of([{"rank": 0, "path": str(self.folder), "fault": fault_of(error)}], self.folder)
 
     def _go_on(
-        self, working: Folder, target: Folder, share: Share, head: ManifestHead, started: float, optimizer: Optimizer
+        self, working: Folder, target: Folder, share: SavePlan, head: ManifestHead, started: float, optimizer: Optimizer
     ) -> None:
         """Copy and write in a background thread; returns early."""
         copy: Copy | Exception
@@ -392,7 +394,7 @@ def save_checkpoint(
         return saver.save(step, model=model, optimizer=optimizer, plan=plan, state=state, rng=rng)
 
 
-def _copied(copy: Copy | Exception, share: Share, staged: threading.Event) -> tuple[Share, Exception | None]:
+def _copied(copy: Copy | Exception, share: SavePlan, staged: threading.Event) -> tuple[SavePlan, Exception | None]:
     """Copy the share to staging memory; return it, or the error.
 
     Either way no waiter is left blocked.

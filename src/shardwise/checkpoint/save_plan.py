@@ -52,7 +52,7 @@ class ShardWrite:
 
 
 @dataclass
-class Share:
+class SavePlan:
     """Save plan of one rank: its tensors by name, and its non-tensor state.
 
     ``others`` are tensors that other ranks write (name to dtype and shape), listed to detect missing ones. ``groups``
@@ -72,7 +72,7 @@ class Share:
 
 
 @dataclass
-class Holdings:
+class LocalState:
     """Tensors that a rank could write: unique to it, or replicated (with groups of replicas).
 
     ``ranks`` have the same part of the model as this one. ``buffers`` are plain buffers, which other stages may have
@@ -83,7 +83,7 @@ class Holdings:
     buffers: list[str] = field(default_factory=list)
     mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
-    share: Share = field(default_factory=Share)
+    share: SavePlan = field(default_factory=SavePlan)
 
     @property
     def own_bytes(self) -> int:
@@ -104,7 +104,7 @@ class Holdings:
     def leave(self, owners: Mapping[str, int]) -> None:
         """Drop the buffers that another part of the model, on the ``owners``' ranks, writes."""
         here = exchange.rank()
-        self.mine = {name: held for name, held in self.mine.items() if owners.get(name, here) == here}
+        self.mine = {name: averaged for name, averaged in self.mine.items() if owners.get(name, here) == here}
 
     def add(self, name: str, tensor: torch.Tensor, copies: list[list[int]], *, steady: bool = True) -> None:
         """Register a tensor under the ranks that may write it.
@@ -123,7 +123,7 @@ Average = Mapping[int, torch.Tensor]
 
 def holdings_of(
     model: nn.Module, optimizer: Optimizer, rng: dict[str, torch.Tensor] | None, average: Average | None = None
-) -> Holdings:
+) -> LocalState:
     """List everything this rank has of a model, its optimizer, its RNG states (uint8) and its averages.
 
     Not a collective.
@@ -133,7 +133,7 @@ def holdings_of(
         ModelError: as `slots_of`.
     """
     slots, ownership = slots_of(model), part_of(model)
-    found = Holdings(ranks_of(ownership))
+    found = LocalState(ranks_of(ownership))
     first = found.ranks[0]
     for slot in slots:
         name = f"model/{slot.name}"
@@ -142,8 +142,8 @@ def holdings_of(
         is_plain_buffer = slot.is_buffer and not isinstance(slot.tensor, DTensor)
         copies = [[first]] if is_plain_buffer else copies_of(slot.tensor, found.ranks)
         found.add(name, slot.tensor, copies, steady=not slot.is_buffer)
-        if average is not None and (held := average.get(id(slot.tensor))) is not None:
-            found.add(f"{AVERAGE}{slot.name}", held, copies)
+        if average is not None and (averaged := average.get(id(slot.tensor))) is not None:
+            found.add(f"{AVERAGE}{slot.name}", averaged, copies)
         if is_plain_buffer and exchange.rank() == first:
             found.buffers.append(name)
         found.share.aliases |= {f"model/{alias}": name for alias in slot.aliases}
@@ -157,7 +157,7 @@ def holdings_of(
     return found
 
 
-def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
+def deal(local_state: LocalState, own_bytes: list[int], marks: list[int]) -> SavePlan:
     """Build this rank's save plan from the bytes that only each rank has.
 
     Deterministic on all ranks. Large replicated tensors are split along their first dimension, one part per replica;
@@ -170,8 +170,8 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
     Raises:
         CheckpointError: a mark differs from that of the first rank of this stage.
     """
-    first = holdings.ranks[0]
-    odd = [str(rank) for rank in holdings.ranks if marks[rank] != marks[first]]
+    first = local_state.ranks[0]
+    odd = [str(rank) for rank in local_state.ranks if marks[rank] != marks[first]]
     if odd and -1 not in marks:
         raise CheckpointError(
             f"ranks {', '.join(odd[:5])}{' and others' if len(odd) > 5 else ''} have other unsharded tensors than rank "
@@ -179,12 +179,12 @@ def deal(holdings: Holdings, own_bytes: list[int], marks: list[int]) -> Share:
         )
     here = exchange.rank()
     all_loads: dict[str, list[int]] = defaultdict(lambda: list(own_bytes))
-    share = holdings.share
-    for name, (tensor, steady) in holdings.mine.items():
+    share = local_state.share
+    for name, (tensor, steady) in local_state.mine.items():
         share.pieces[name] = _piece(tensor, steady)
-    for name in sorted(holdings.shared, key=lambda n: (-_all_bytes(holdings.shared[n][0]), n)):
-        tensor, steady, copies = holdings.shared[name]
-        loads = all_loads["" if holdings.everywhere(copies) else str(copies)]
+    for name in sorted(local_state.shared, key=lambda n: (-_all_bytes(local_state.shared[n][0]), n)):
+        tensor, steady, copies = local_state.shared[name]
+        loads = all_loads["" if local_state.everywhere(copies) else str(copies)]
         if here == copies[0][0]:
             share.others[name] = (code_of(tensor), tuple(tensor.shape))
         parts = len(copies)
@@ -215,7 +215,9 @@ def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) ->
     return ShardWrite(code_of(tensor), tuple(tensor.shape), box, local, tensor, steady)
 
 
-def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], ownership: StageOwnership | None) -> None:
+def _add_optimizer(
+    found: LocalState, optimizer: Optimizer, slots: list[Slot], ownership: StageOwnership | None
+) -> None:
     names = {id(slot.tensor): slot.name for slot in slots}
     shared_from_stage = frozenset() if ownership is None else ownership.shared_from_stage
     groups: list[ParamGroup] = []
@@ -237,7 +239,7 @@ def _add_optimizer(found: Holdings, optimizer: Optimizer, slots: list[Slot], own
                 _add_state(found, names[id(parameter)], parameter, engine, spread=engine is not optimizer)
 
 
-def _add_state(found: Holdings, of: str, parameter: torch.Tensor, engine: Optimizer, *, spread: bool) -> None:
+def _add_state(found: LocalState, of: str, parameter: torch.Tensor, engine: Optimizer, *, spread: bool) -> None:
     """Register the state of one parameter; ``spread``: only this rank has it."""
     for key, value in engine.state.get(parameter, {}).items():
         name = f"optimizer/{of}/{key}"

@@ -18,7 +18,7 @@ from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.format import Manifest, OptimizerEntry, TensorEntry, short_list
 from shardwise.checkpoint.layout import engine_of, plain
 from shardwise.checkpoint.parts import merged_groups
-from shardwise.checkpoint.save_plan import Share
+from shardwise.checkpoint.save_plan import SavePlan
 from shardwise.checkpoint.shard_files import write_file
 from shardwise.checkpoint.storage.local_storage import Folder, free_bytes
 from shardwise.errors import CheckpointError, UserError
@@ -61,7 +61,7 @@ class ManifestHead:
         return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
 
 
-def write_share(working: Folder, share: Share, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
+def write_share(working: Folder, share: SavePlan, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
     """Write this rank's file into ``working`` and return its report as JSON; never raises.
 
     A rank without tensors writes no file. ``wrong`` is an earlier error; then nothing is written.
@@ -72,8 +72,8 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
     try:
         if wrong is not None:
             raise wrong
-        held = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
-        hashes = write_file(path, held) if held else {}
+        filled = {name: piece.tensor for name, piece in share.pieces.items() if piece.box.numel}
+        hashes = write_file(path, filled) if filled else {}
         report["entries"] = {name: [dtype, shape, None, None] for name, (dtype, shape) in share.others.items()}
         for name, piece in share.pieces.items():
             box = [piece.box.offsets, piece.box.lengths] if name in hashes else None
@@ -83,7 +83,7 @@ def write_share(working: Folder, share: Share, rank: int, wrong: Exception | Non
             report["groups"] = [group.model_dump() for group in share.groups]
         if rank == 0:
             report["aliases"] = share.aliases
-        if held:
+        if filled:
             report |= {"file": path.name, "size": path.stat().st_size}
     except Exception as error:
         report["fault"] = fault_of(error)

@@ -341,8 +341,10 @@ def read_header(reader: RangeReader) -> dict[str, Stored]:
             found[name] = stored
     except (KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"its header is not a safetensors header ({type(problem).__name__}: {problem})") from None
-    held = sorted((stored.begin, stored.end, name) for name, stored in found.items() if stored.end > stored.begin)
-    for (_, end, one), (begin, _, other) in itertools.pairwise(held):
+    stored_ranges = sorted(
+        (stored.begin, stored.end, name) for name, stored in found.items() if stored.end > stored.begin
+    )
+    for (_, end, one), (begin, _, other) in itertools.pairwise(stored_ranges):
         if begin < end:
             raise ValueError(f"{one} and {other} overlap")
     last = max((stored.end for stored in found.values()), default=0)
@@ -433,17 +435,20 @@ def _blocks(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[_Block]
         yield _Block(Box((), ()), Box((), ()), 0)
         return
     inner = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape))]  # bytes per index of an axis
-    cut = max((axis for axis in range(len(shape)) if box.lengths[axis] != shape[axis]), default=0)
-    while cut > 0 and box.lengths[cut] * inner[cut] < _SHORT:
-        cut -= 1  # short runs: read through the gaps between them
-    rows = max(1, BUFFER // inner[cut])
-    outer = [range(begin, begin + count) for begin, count in zip(box.offsets[:cut], box.lengths[:cut], strict=True)]
+    split_axis = max((axis for axis in range(len(shape)) if box.lengths[axis] != shape[axis]), default=0)
+    while split_axis > 0 and box.lengths[split_axis] * inner[split_axis] < _SHORT:
+        split_axis -= 1  # short runs: read through the gaps between them
+    rows = max(1, BUFFER // inner[split_axis])
+    outer = [
+        range(begin, begin + count)
+        for begin, count in zip(box.offsets[:split_axis], box.lengths[:split_axis], strict=True)
+    ]
     for index in itertools.product(*outer):
-        for begin in range(box.offsets[cut], box.offsets[cut] + box.lengths[cut], rows):
-            count = min(rows, box.offsets[cut] + box.lengths[cut] - begin)
-            ones = (1,) * cut
-            read = Box((*index, begin, *(0,) * (len(shape) - cut - 1)), (*ones, count, *shape[cut + 1 :]))
-            part = Box((*index, begin, *box.offsets[cut + 1 :]), (*ones, count, *box.lengths[cut + 1 :]))
+        for begin in range(box.offsets[split_axis], box.offsets[split_axis] + box.lengths[split_axis], rows):
+            count = min(rows, box.offsets[split_axis] + box.lengths[split_axis] - begin)
+            ones = (1,) * split_axis
+            read = Box((*index, begin, *(0,) * (len(shape) - split_axis - 1)), (*ones, count, *shape[split_axis + 1 :]))
+            part = Box((*index, begin, *box.offsets[split_axis + 1 :]), (*ones, count, *box.lengths[split_axis + 1 :]))
             place = sum(i * size for i, size in zip((*index, begin), inner, strict=False))
             yield _Block(read, part, place)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shardwise.checkpoint.save_plan import ShardWrite, Share
+from shardwise.checkpoint.save_plan import SavePlan, ShardWrite
 from shardwise.checkpoint.shard_files import file_order
 from shardwise.checkpoint.storage.direct_io import aligned
 from shardwise.errors import CheckpointError
@@ -22,7 +22,7 @@ class Stage:
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
-    def begin(self, share: Share) -> Copy:
+    def begin(self, share: SavePlan) -> Copy:
         """Copy the tensors that may change at any time; return a handle that copies the rest.
 
         Raises:
@@ -49,7 +49,7 @@ class Stage:
 class Copy:
     """Copy in progress of a save plan into a `Stage`."""
 
-    share: Share
+    share: SavePlan
     device: torch.device | None
     stage: Stage
 
@@ -61,7 +61,7 @@ class Copy:
             self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def finish(self) -> Share:
+    def finish(self) -> SavePlan:
         """Copy the rest; return the plan as it was at the start of the copy, in staging memory.
 
         Raises:
@@ -95,9 +95,9 @@ class Copy:
             for name, piece in self.share.pieces.items():
                 if piece.steady == steady:
                     flat = room[places[name] : places[name] + piece.tensor.nbytes]
-                    held = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
-                    held.copy_(piece.tensor, non_blocking=True)
-                    self._done[name] = replace(piece, tensor=held)
+                    copy = flat.view(piece.tensor.dtype).view(piece.tensor.shape)
+                    copy.copy_(piece.tensor, non_blocking=True)
+                    self._done[name] = replace(piece, tensor=copy)
 
 
 def _version(piece: ShardWrite) -> tuple[int, ...]:

@@ -182,8 +182,8 @@ class BaseWeights:
         """Fill the frozen, unsharded tensors of ``unit``."""
         jobs = []
         for owner in unit.modules():
-            for held in (owner._parameters, owner._buffers):
-                for local, tensor in held.items():
+            for tensors in (owner._parameters, owner._buffers):
+                for local, tensor in tensors.items():
                     name = self._places.pop((id(owner), local), None)
                     if name is not None and tensor is not None and not isinstance(tensor, DTensor):
                         jobs.append((tensor, name))

@@ -11,7 +11,9 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="config", help="TOML config 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config overrides, such as train.steps=20.")
 ]
-Place = Annotated[str, typer.Argument(metavar="PLACE", help="Path or URL of a run or of any tool's checkpoint.")]
+CheckpointPath = Annotated[
+    str, typer.Argument(metavar="PLACE", help="Path or URL of a run or of any tool's checkpoint.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file of shardwise plan.", show_default=False)]
 Calibration = Annotated[
     Path | None, typer.Option("--calibration", help="Link calibration file from bench comm.", show_default=False)

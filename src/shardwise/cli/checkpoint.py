@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from shardwise.checkpoint.inspect import inspect_checkpoint
-from shardwise.cli.arguments import Json, Place
+from shardwise.cli.arguments import CheckpointPath, Json
 from shardwise.errors import CheckpointError, UserError
 from shardwise.report.checkpoint_table import (
     ReadProgress,
@@ -35,7 +35,7 @@ _FIX = "restore the files from a copy, or go on from an earlier checkpoint"
 
 
 def run_inspect(
-    place: Place,
+    place: CheckpointPath,
     everything: Annotated[bool, typer.Option("--all", help="Print one row per tensor.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -56,7 +56,7 @@ def run_inspect(
         raise CheckpointError(f"'{found.place}' is damaged, as is said above; {_FIX}")
 
 
-def run_verify_checkpoint(place: Place, as_json: Json = False) -> None:
+def run_verify_checkpoint(place: CheckpointPath, as_json: Json = False) -> None:
     """Run ``shardwise checkpoint verify``.
 
     Raises:
@@ -113,7 +113,7 @@ def run_convert(
     refuse_taken(place)
     with open_source(source) as opened:
         convert.refuse_adapters(to, opened)
-        asked = convert.ConversionRequest(
+        request = convert.ConversionRequest(
             to=convert.direction_of(to, opened),
             dtype=convert.DTYPES[dtype] if dtype else None,
             max_shard_bytes=convert.read_size(max_shard_size or convert.MAX_SHARD_SIZE),
@@ -121,10 +121,10 @@ def run_convert(
             verify=verify,
             optimizer=optimizer,
         )
-        answer = convert.ConversionAnswer(opened, asked, place, console)
+        answer = convert.ConversionAnswer(opened, request, place, console)
         console.print(f"source: {opened.kind} '{opened.place}', {convert.content_of(opened)}", markup=False)
         try:
-            written, verdict = convert.run_conversion(opened, asked, place, answer)
+            written, verdict = convert.run_conversion(opened, request, place, answer)
         except NotTheSame as error:
             if as_json:
                 print(json.dumps(answer.document(None, error.verdict, time.perf_counter() - started)))
@@ -134,7 +134,7 @@ def run_convert(
         files = f"{written.files} {'file' if written.files == 1 else 'files'}"
         size = bytes_text(written.num_bytes)
         console.print(
-            f"done: {convert.TARGET_NAMES[asked.to]} '{written.place}', {files}, {size}, {seconds_text(took)}",
+            f"done: {convert.TARGET_NAMES[request.to]} '{written.place}', {files}, {size}, {seconds_text(took)}",
             markup=False,
         )
         if as_json:
@@ -176,7 +176,7 @@ def run_merge(
         merging = merge.AdapterMerge(
             opened, base, onto, model, convert.DTYPES[dtype] if dtype else None, console, stack
         )
-        merging.say_what()
+        merging.describe()
         try:
             written, verdict = merging.write(
                 place, convert.read_size(max_shard_size or convert.MAX_SHARD_SIZE), check=check

@@ -74,9 +74,9 @@ class ConversionRequest:
 class ConversionAnswer:
     """Answer of a conversion, as text and as JSON."""
 
-    def __init__(self, source: Source, asked: ConversionRequest, target: Folder, console: Console) -> None:
+    def __init__(self, source: Source, request: ConversionRequest, target: Folder, console: Console) -> None:
         self.source = source
-        self.asked = asked
+        self.request = request
         self.target = target
         self.console = console
         self.notes: list[str] = []
@@ -97,7 +97,7 @@ class ConversionAnswer:
         return {
             "schema": SCHEMA,
             "source": {"kind": self.source.kind, "place": self.source.place, "step": self.source.step},
-            "to": self.asked.to,
+            "to": self.request.to,
             "target": str(written.place if written else self.target),
             "tensors": len(items),
             "bytes": self.selection.num_bytes if self.selection else 0,
@@ -111,50 +111,50 @@ class ConversionAnswer:
 
 
 def run_conversion(
-    source: Source, asked: ConversionRequest, target: Folder, answer: ConversionAnswer
+    source: Source, request: ConversionRequest, target: Folder, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
     """Write the target of one conversion, and verify it."""
     for note in source.notes:
         answer.note(note)
-    known = find_model(asked.model, source)
-    if asked.to == "peft":
-        return _run_peft(source, asked, target, known, answer)
+    known = find_model(request.model, source)
+    if request.to == "peft":
+        return _run_peft(source, request, target, known, answer)
     expected = known.expected() if isinstance(known, KnownModel) else None
     checked = known
     if expected is not None and expected.translated:
         if _has_file_names(source, expected):
             checked, expected = "transformers stores this model under other names than its modules have", None
             answer.note(f"{checked}; names are kept as they are, and not compared with the model's")
-        elif asked.to == "hf":
+        elif request.to == "hf":
             answer.note("the names are those of transformers' modules, as it loads them; published files have others")
-    hf = asked.to == "hf"
+    hf = request.to == "hf"
     reason = "a Hugging Face folder has no place for it" if hf else "--no-optimizer was given"
-    weights_only = hf or not asked.optimizer
-    selection = select(source, expected, dtype=asked.dtype, weights_only=weights_only, reason=reason)
+    weights_only = hf or not request.optimizer
+    selection = select(source, expected, dtype=request.dtype, weights_only=weights_only, reason=reason)
     answer.selection = selection
     for note in selection.notes:
         answer.note(note)
     if isinstance(source, OwnSource) and weights_only and source.manifest.state:
         answer.note(f"not carried over: the position in the data and other state of the run; {reason}")
-    if asked.to == "shardwise" and source.step is None:
+    if request.to == "shardwise" and source.step is None:
         answer.note("the source does not say how many steps were done; the checkpoint is one of step 0")
-    extras = _extras(source, asked, known, selection, answer)
+    extras = _extras(source, request, known, selection, answer)
     with Bar(answer.console) as bar:
-        if asked.verify and isinstance(source, OwnSource):
+        if request.verify and isinstance(source, OwnSource):
             bar.begin("checking the source", sum(info.num_bytes for info in source.tensors.values()))
             source.check(bar.tick)
 
         def check(place: Folder) -> OutputVerdict:
-            if not asked.verify:
+            if not request.verify:
                 return OutputVerdict(None, None, "not verified: --no-verify was given")
-            return check_conversion(source, selection, place, asked.to, checked, bar)
+            return check_conversion(source, selection, place, request.to, checked, bar)
 
         return convert(
             source,
             selection,
             target,
-            to=asked.to,
-            max_shard_bytes=asked.max_shard_bytes,
+            to=request.to,
+            max_shard_bytes=request.max_shard_bytes,
             extras=extras,
             progress=bar,
             check=check,
@@ -162,7 +162,7 @@ def run_conversion(
 
 
 def _run_peft(
-    source: Source, asked: ConversionRequest, target: Folder, known: KnownModel | str, answer: ConversionAnswer
+    source: Source, request: ConversionRequest, target: Folder, known: KnownModel | str, answer: ConversionAnswer
 ) -> tuple[Written, OutputVerdict]:
     """Write adapters in peft's format, without the base."""
     from shardwise.checkpoint.convert.peft import check_peft_folder, peft_config, peft_selection
@@ -175,7 +175,7 @@ def _run_peft(
     lost = [name for name in saved.targets if name not in layers]
     if lost:
         raise UserError(f"'{source.place}': the model '{known.label}' has no linear layer {short_list(lost)}")
-    selection = answer.selection = peft_selection(source, saved, asked.dtype)
+    selection = answer.selection = peft_selection(source, saved, request.dtype)
     transposed = any(not isinstance(layers[name], torch.nn.Linear) for name in saved.targets)
     causal = getattr(known.auto, "__name__", "") == "AutoModelForCausalLM"
     answer.note("the base is not carried over, nor the optimizer's state: peft's folder holds adapters only")
@@ -187,7 +187,7 @@ def _run_peft(
     with Bar(answer.console) as bar:
 
         def check(place: Folder) -> OutputVerdict:
-            if not asked.verify:
+            if not request.verify:
                 return OutputVerdict(None, None, "not verified: --no-verify was given")
             source.check(bar.tick)
             return check_peft_folder(source, saved, selection, place, known, bar)
@@ -199,7 +199,7 @@ def _run_peft(
             selection,
             target,
             to="peft",
-            max_shard_bytes=asked.max_shard_bytes,
+            max_shard_bytes=request.max_shard_bytes,
             extras=extras,
             progress=bar,
             check=check,
@@ -225,11 +225,11 @@ def _has_file_names(source: Source, expected: Expected) -> bool:
 
 
 def _extras(
-    source: Source, asked: ConversionRequest, known: KnownModel | str, selection: Selection, answer: ConversionAnswer
+    source: Source, request: ConversionRequest, known: KnownModel | str, selection: Selection, answer: ConversionAnswer
 ) -> Extras:
     """Collect the configuration and the files beside the weights; missing ones are reported."""
     entry = known.entry if isinstance(known, KnownModel) else None
-    if asked.to == "shardwise":
+    if request.to == "shardwise":
         if entry is None and isinstance(source, OwnSource):
             entry = source.manifest.model
         return Extras(model=entry)

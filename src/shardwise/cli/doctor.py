@@ -40,12 +40,12 @@ def run_doctor(
             raise UserError(f"--nproc {nproc}: the launcher has started {started} already; leave it out")
         guarded(lambda: run_under_launcher(place, folder, timeout_s, as_json))
     from shardwise.doctor.checks.ranks import check_ranks_test
-    from shardwise.doctor.machine_facts import look_at_host
+    from shardwise.doctor.machine_facts import inspect_host
     from shardwise.doctor.run_checks import examine
     from shardwise.doctor.start_ranks import check_ranks
     from shardwise.doctor.table import print_doctor, summary, to_document
 
-    facts = look_at_host(nproc, folder)
+    facts = inspect_host(nproc, folder)
     device: Literal["cpu", "cuda"] = "cuda" if _cuda() else "cpu"
     if device == "cuda" and nproc is not None and nproc > len(facts.gpus.gpus):
         raise UserError(f"--nproc {nproc}: there are {len(facts.gpus.gpus)} GPUs, and a rank needs one of its own")
@@ -65,18 +65,18 @@ def run_under_launcher(place: Rendezvous, folder: Path, timeout_s: float, as_jso
     """Run as a rank: the first of each host checks it, all are tested, the first answer prints."""
     from shardwise.doctor.check import Check
     from shardwise.doctor.checks.ranks import check_ranks_test
-    from shardwise.doctor.machine_facts import look_at_host
+    from shardwise.doctor.machine_facts import inspect_host
     from shardwise.doctor.rank_self_test import self_test
     from shardwise.doctor.run_checks import examine
     from shardwise.doctor.table import print_doctor, to_document
 
     facts, note = None, ""
     if place.local_rank == 0:
-        facts = look_at_host(place.local_world_size, folder)
+        facts = inspect_host(place.local_world_size, folder)
         note = json.dumps([check.model_dump(mode="json") for check in examine(facts)])
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())  # the launcher ends the world: report the results first
-    test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, told=told)
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())  # the launcher ends the world: report the results first
+    test = self_test(place, "cuda" if _cuda() else "cpu", timeout_s, note=note, stop_event=stop_event)
     checks = [
         Check.model_validate(found).model_copy(update={"host": answer.host})
         for answer in test.answers

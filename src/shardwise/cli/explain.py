@@ -25,7 +25,7 @@ from shardwise.search.candidate import Candidate
 from shardwise.search.cost_inputs_of_plan import with_plan
 from shardwise.search.enumerate import layouts, misfits
 from shardwise.search.explain_plan import against
-from shardwise.search.problem import Question, ask
+from shardwise.search.problem import SearchProblem, ask
 from shardwise.search.search import cost_of, search
 
 
@@ -44,37 +44,37 @@ def run_explain(
         UserError: the file is not a plan, has no question or one that does not belong to the plan, or the strategy, the
             loss or the calibration cannot be read.
     """
-    other, asked, plan = _read(plan_file, not_this, loss)
+    other, request, plan = _read(plan_file, not_this, loss)
     console = answer_console(as_json)
     if calibration is not None:
-        links, notes = read_links(calibration, asked.cluster)
-        asked = asked.model_copy(update={"calibration": links})
+        links, notes = read_links(calibration, request.cluster)
+        request = request.model_copy(update={"calibration": links})
         for line in notes:
             console.print(line, markup=False)
-    profile = profile_of_model(asked.model, seq_len=asked.seq_len, compiled=asked.compiled)
-    pins = asked.pins.model_copy(update={"precision": plan.precision})
-    costs = corrected_costs(asked.cluster, asked.calibration)
+    profile = profile_of_model(request.model, seq_len=request.seq_len, compiled=request.compiled)
+    pins = request.pins.model_copy(update={"precision": plan.precision})
+    costs = corrected_costs(request.cluster, request.calibration)
     pinned = pins.model_copy(update={"strategy": plan.parsed})
-    question = ask(profile, with_plan(asked.workload, plan), asked.cluster, pinned, costs=costs)
-    best = cost_of(question, plan)
-    print_facts(question.profile, asked.cluster, console)
-    print_explanation(question.profile, asked.cluster, best, console)
+    problem = ask(profile, with_plan(request.workload, plan), request.cluster, pinned, costs=costs)
+    best = cost_of(problem, plan)
+    print_facts(problem.profile, request.cluster, console)
+    print_explanation(problem.profile, request.cluster, best, console)
     free = pins.model_copy(update={"strategy": None})
     if plan.dims.splits_model:
-        others = search(profile, asked.workload, asked.cluster, free, costs=costs).candidates
-        for line in purposes(question, best, others):
+        others = search(profile, request.workload, request.cluster, free, costs=costs).candidates
+        for line in purposes(problem, best, others):
             console.print(f"why: {line}", markup=False)
     found: Candidate | None = None
     lines: list[str] = []
     if other is not None:
-        found, lines = why_not(ask(profile, asked.workload, asked.cluster, free, costs=costs), other, best)
+        found, lines = why_not(ask(profile, request.workload, request.cluster, free, costs=costs), other, best)
         console.print()
         for line in lines:
             console.print(line, markup=False)
         if found is not None and found is not best:
-            print_explanation(profile, asked.cluster, found, console)
+            print_explanation(profile, request.cluster, found, console)
     if as_json:
-        print(_json(question, best, found, lines))
+        print(_json(problem, best, found, lines))
 
 
 def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Strategy | None, PlanRequest, Plan]:
@@ -87,15 +87,15 @@ def _read(plan_file: Path, not_this: str | None, loss: str | None) -> tuple[Stra
     problems += choice_problems([("--loss", loss, LOSSES)])
     try:
         plan = read_plan(plan_file)
-        asked = read_question(plan_file, plan)
+        request = read_question(plan_file, plan)
     except UserError as error:
         raise UserError(*problems, *error.problems) from None
     if problems:
         raise UserError(*problems)
-    return other, asked if loss is None else asked.model_copy(update={"fused_loss": loss == "fused"}), plan
+    return other, request if loss is None else request.model_copy(update={"fused_loss": loss == "fused"}), plan
 
 
-def _json(question: Question, best: Candidate, other: Candidate | None, lines: list[str]) -> str:
+def _json(problem: SearchProblem, best: Candidate, other: Candidate | None, lines: list[str]) -> str:
     import json
 
     def entry(candidate: Candidate) -> dict[str, object]:
@@ -109,27 +109,27 @@ def _json(question: Question, best: Candidate, other: Candidate | None, lines: l
 
     document: dict[str, object] = {"schema": 1, "chosen": entry(best)}
     if other is not None:
-        reason = "" if other is best else against(question, other, best)
+        reason = "" if other is best else against(problem, other, best)
         document["other"] = {**entry(other), "reason": reason}
     return json.dumps({**document, "why_not": lines})
 
 
-def why_not(question: Question, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
+def why_not(problem: SearchProblem, strategy: Strategy, best: Candidate) -> tuple[Candidate | None, list[str]]:
     """Estimate ``strategy`` and explain why it is not ``best``; the candidate may be None.
 
     It is None if the strategy is invalid.
     """
     if strategy == best.plan.parsed:
-        unfit = f"; it {against(question, best, best)}" if best.fits is False else ""
+        unfit = f"; it {against(problem, best, best)}" if best.fits is False else ""
         return best, [f"{strategy} is the plan{unfit}"]
-    pins = question.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
-    problems = misfits(strategy, question.profile, question.workload, question.cluster)
+    pins = problem.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
+    problems = misfits(strategy, problem.profile, problem.workload, problem.cluster)
     if problems:
         return None, [f"{strategy} cannot be: {problem}" for problem in problems]
     try:
-        layouts(question.profile, question.workload, question.cluster, pins)
+        layouts(problem.profile, problem.workload, problem.cluster, pins)
     except PlanError as error:
         return None, [f"{strategy} cannot be: {problem}" for problem in error.problems]
-    found = search(question.profile, question.workload, question.cluster, pins, costs=question.costs)
+    found = search(problem.profile, problem.workload, problem.cluster, pins, costs=problem.costs)
     candidate = found.candidates[0]
-    return candidate, [f"not {strategy}: {against(question, candidate, best)}"]
+    return candidate, [f"not {strategy}: {against(problem, candidate, best)}"]

@@ -71,7 +71,7 @@ def _tokenizer(config: Config) -> list[Path]:
 def _is_of(target: Path, source: str, kind: str) -> bool:
     """Return whether the folder is a complete export of this checkpoint, of this kind."""
     try:
-        told = json.loads((target / "shardwise.json").read_text())
-        return bool((told["source"], told["kind"]) == (source, kind))
+        receipt = json.loads((target / "shardwise.json").read_text())
+        return bool((receipt["source"], receipt["kind"]) == (source, kind))
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -91,7 +91,7 @@ class AdapterMerge:
         self.notes.append(text)
         self.console.print(f"note: {text}", markup=False)
 
-    def say_what(self) -> None:
+    def describe(self) -> None:
         """Print the head: adapters, base, and the operation."""
         saved, options = self.saved, self.saved.options
         step = self.adapters.manifest.step
@@ -102,7 +102,7 @@ class AdapterMerge:
         digest += " as in training" if saved.digest is not None else ""
         self.console.print(f"base: {self.base.source.kind} '{self.base.source.place}'{digest}", markup=False)
         if saved.seed is not None and saved.base is None:
-            self._say_drawn(saved.seed)
+            self._report_drawn(saved.seed)
         elif saved.digest is None:
             self.note("the checkpoint does not say what its base was, so nothing shows that it was this one")
         if self.onto == "unpacked":
@@ -122,7 +122,7 @@ class AdapterMerge:
         if folder is None and isinstance(self.base.source, HuggingFaceSource):
             folder = self.base.source.folder
         extras = hugging_face_extras(self.known.config, folder, selection, self.note)
-        self._say_rounding(selection)
+        self._report_rounding(selection)
         original = self.onto == "original"
         pieces = Pieces(self.known, self.base.source, self.base.taken, self.adapters, self.saved, original)
         with Bar(self.console) as bar:
@@ -220,7 +220,7 @@ class AdapterMerge:
         source = stack.enter_context(LiveSource(module, f"{known.label}, seed {seed}"))
         return _Base(source, select(source, known.expected(), dtype=None, weights_only=True, reason=""), None)
 
-    def _say_drawn(self, seed: int) -> None:
+    def _report_drawn(self, seed: int) -> None:
         """Report the seed and version of a randomly initialized base, which has no digest."""
         self.note(f"the base was drawn from seed {seed}, not read; it is drawn again, and is in memory as a whole")
         then, now = self.adapters.manifest.versions, versions()
@@ -228,7 +228,7 @@ class AdapterMerge:
         if others:
             self.note(f"other versions may draw other weights: {'; '.join(others)}")
 
-    def _say_rounding(self, selection: Selection) -> None:
+    def _report_rounding(self, selection: Selection) -> None:
         """Report how often a merged value is rounded in a low-precision dtype."""
         dtypes = [item.info.dtype for item in selection.items if item.name in self.merged.merged]
         rounded = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})

@@ -56,48 +56,48 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    asked, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
+    request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
     for line in notes:
         console.print(line, markup=False)
 
     def shorter(length: int) -> ModelProfile:
-        return profile_of_model(asked.model, seq_len=length, compiled=asked.compiled)
+        return profile_of_model(request.model, seq_len=length, compiled=request.compiled)
 
-    pins = asked.pins
+    pins = request.pins
     result = search_and_advise(
         profile,
-        asked.workload,
-        asked.cluster,
+        request.workload,
+        request.cluster,
         pins,
-        costs=corrected_costs(asked.cluster, asked.calibration),
+        costs=corrected_costs(request.cluster, request.calibration),
         shorter=shorter if profile.seq_len else None,
-        any_plan=asked.any_plan,
-        saves_memory=not is_config(asked.model),  # ``train`` takes a config's options as they are
-        command=lambda options, _: asked.command(options),
+        any_plan=request.any_plan,
+        saves_memory=not is_config(request.model),  # ``train`` takes a config's options as they are
+        command=lambda options, _: request.command(options),
     )
     if result.optimizer is not None:
-        asked = asked.model_copy(update={"optimizer": result.optimizer})
+        request = request.model_copy(update={"optimizer": result.optimizer})
     if pins.strategy is not None and pins.strategy.adapter != "none":
-        profile = ask(profile, asked.workload, asked.cluster, pins).profile
-    print_candidates(profile, asked.cluster, result, console)
-    print_recommendation(profile, asked.cluster, result, prices, console)
+        profile = ask(profile, request.workload, request.cluster, pins).profile
+    print_candidates(profile, request.cluster, result, console)
+    print_recommendation(profile, request.cluster, result, prices, console)
     best = result.candidates[result.recommended or 0]
     proof = None
     if prove:
         from shardwise.cli.prove import prove_candidate
 
-        proof = prove_candidate(asked.model, asked, best, console)
+        proof = prove_candidate(request.model, request, best, console)
     if as_json:
-        answer = document(profile, asked.cluster, asked.workload, result, proof, notes=notes, prices=prices)
+        answer = document(profile, request.cluster, request.workload, result, proof, notes=notes, prices=prices)
         print(answer.model_dump_json(by_alias=True))
-    if output is not None and result.recommended is None and asked.strategy is None:
+    if output is not None and result.recommended is None and request.strategy is None:
         console.print(f"-o {output}: not written, because nothing fits", markup=False)
     elif output is not None:
-        write_plan_file(output, best.plan.to_toml(), asked)
+        write_plan_file(output, best.plan.to_toml(), request)
         console.print(f"plan: {output} (shardwise explain {output})", markup=False)
     if result.recommended is None:
-        raise DoesNotFit(_verdict(asked))
+        raise DoesNotFit(_verdict(request))
 
 
 def answer_console(as_json: bool) -> Console:
@@ -107,6 +107,6 @@ def answer_console(as_json: bool) -> Console:
     return Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
 
 
-def _verdict(asked: PlanRequest) -> str:
-    what = f"the pinned {asked.strategy} does not fit" if asked.strategy else "no plan fits"
-    return f"{what} {asked.cluster.world_size} × {asked.cluster.device_name}; what would fit stands above"
+def _verdict(request: PlanRequest) -> str:
+    what = f"the pinned {request.strategy} does not fit" if request.strategy else "no plan fits"
+    return f"{what} {request.cluster.world_size} × {request.cluster.device_name}; what would fit stands above"

@@ -72,12 +72,12 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     filled |= {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     filled |= {"adapter": options.pop("adapter", None)}
     filled |= {"options": {key: value for key, value in options.items() if key not in ("compile", *usual)}}
-    told = []
+    notes = []
     if config.optimizer.factory is not None:
-        told.append(f"optimizer.factory '{config.optimizer.factory}' is planned as {filled['optimizer']}")
+        notes.append(f"optimizer.factory '{config.optimizer.factory}' is planned as {filled['optimizer']}")
     if train.steps is None and words["tokens"] is None:
-        told.append("how long train.epochs are is known once the data is read; give --tokens for hours and cost")
-    return filled, told
+        notes.append("how long train.epochs are is known once the data is read; give --tokens for hours and cost")
+    return filled, notes
 
 
 def batch_of(words: Mapping[str, Any], cluster: ClusterSpec) -> int | None:

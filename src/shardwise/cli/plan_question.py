@@ -15,7 +15,7 @@ from shardwise.plan.plan import Plan
 AGAIN = "make the file again with shardwise plan MODEL -o FILE"
 
 
-def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
+def write_plan_file(path: Path, plan_toml: str, request: PlanRequest) -> None:
     """Write the plan, and its request as a table ``[question]``, which `read_plan` ignores.
 
     Raises:
@@ -23,9 +23,9 @@ def write_plan_file(path: Path, plan_toml: str, asked: PlanRequest) -> None:
     """
     import tomli_w
 
-    question = asked.model_dump(mode="json", exclude_none=True, by_alias=True)
+    problem = request.model_dump(mode="json", exclude_none=True, by_alias=True)
     try:
-        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
+        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": problem}))
     except OSError as error:
         raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
 
@@ -43,21 +43,21 @@ def read_question(path: Path, plan: Plan) -> PlanRequest:
             f"make it with: shardwise plan MODEL -o {path}"
         )
     try:
-        asked = PlanRequest.model_validate(data["question"])
+        request = PlanRequest.model_validate(data["question"])
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc'])) or 'it'}: {_rule(item)}" for item in error.errors()]
         raise UserError(*(f"plan '{path}', table [question]: {line}; {AGAIN}" for line in lines)) from None
-    world, batch, length = plan.dims.world_size, plan.global_batch, plan.seq_len or asked.seq_len
+    world, batch, length = plan.dims.world_size, plan.global_batch, plan.seq_len or request.seq_len
     wrong = []
-    if world != asked.cluster.world_size:
-        wrong.append(f"dims ({plan.dims}) have {world} ranks, and the question's cluster {asked.cluster.world_size}")
-    if batch is not None and batch != asked.global_batch:
-        wrong.append(f"{plan.batch_equation()}, and the question's global batch is {asked.global_batch}")
-    if length != asked.seq_len:
-        wrong.append(f"seq_len is {plan.seq_len}, and the question's {asked.seq_len}")
+    if world != request.cluster.world_size:
+        wrong.append(f"dims ({plan.dims}) have {world} ranks, and the question's cluster {request.cluster.world_size}")
+    if batch is not None and batch != request.global_batch:
+        wrong.append(f"{plan.batch_equation()}, and the question's global batch is {request.global_batch}")
+    if length != request.seq_len:
+        wrong.append(f"seq_len is {plan.seq_len}, and the question's {request.seq_len}")
     if wrong:
         raise UserError(*(f"plan '{path}': {line}; {AGAIN}" for line in wrong))
-    return asked
+    return request
 
 
 def check_planned_optimizer(path: Path, trained: str) -> None:
@@ -67,11 +67,11 @@ def check_planned_optimizer(path: Path, trained: str) -> None:
         PlanError: it was asked for another one, whose state the plan's memory counts.
     """
     data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
-    question = data.get("question")
-    asked = question.get("optimizer", "adamw") if isinstance(question, dict) else "adamw"
-    if asked not in ("adamw", trained):
+    problem = data.get("question")
+    request = problem.get("optimizer", "adamw") if isinstance(problem, dict) else "adamw"
+    if request not in ("adamw", trained):
         raise PlanError(
-            f"the plan '{path}' is for optimizer {asked}, and optimizer.name is {trained}; set optimizer.name={asked} "
+            f"the plan '{path}' is for optimizer {request}, and optimizer.name is {trained}; set optimizer.name={request} "
             "or make a new plan"
         )
 

@@ -227,8 +227,8 @@ def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
             options.append(inspect.Parameter(word.name or name, alone, default=word.usual, annotation=read))
 
     def command(**words: Any) -> None:
-        asked = {option.name: words.pop(option.name, option.default) for option in options}
-        verb(asked, **words)
+        request = {option.name: words.pop(option.name, option.default) for option in options}
+        verb(request, **words)
 
     _, *other = inspect.signature(verb, eval_str=True).parameters.values()
     signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in other)])
@@ -280,7 +280,7 @@ def read_request(
         notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
     if tokens is None and words.get("steps") and profile.seq_len:
         tokens = words["steps"] * batch * profile.seq_len
-    asked = PlanRequest.model_validate(
+    request = PlanRequest.model_validate(
         {
             **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
             "lora_rank": words["lora_rank"] or DEFAULT_RANK,
@@ -296,7 +296,7 @@ def read_request(
             "calibration": links,
         }
     )
-    return asked, profile, prices, notes
+    return request, profile, prices, notes
 
 
 def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shardwise.model.architecture import Architecture
 
 
-def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, console: Console) -> dict[str, Any]:
+def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, console: Console) -> dict[str, Any]:
     """Dry-run every distinct rank, print the result beside the estimate, and return it.
 
     Raises:
@@ -37,8 +37,8 @@ def prove_candidate(model: str, asked: PlanRequest, candidate: Candidate, consol
     """
     from shardwise.dryrun.dry_run import prove
 
-    plan, optimizer = candidate.plan, asked.optimizer
-    ignored = [name for name, on in (("--compile", asked.compiled), ("--loss fused", asked.fused_loss)) if on]
+    plan, optimizer = candidate.plan, request.optimizer
+    ignored = [name for name, on in (("--compile", request.compiled), ("--loss fused", request.fused_loss)) if on]
     if ignored:
         raise UserError(
             f"--prove runs this version's own program, which has no {' and no '.join(ignored)}; leave one of them out"

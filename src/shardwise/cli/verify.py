@@ -127,7 +127,7 @@ def _during(failure: ShardwiseError, what: str) -> ShardwiseError:
     return RankError(f"{what}: {failure}")
 
 
-def _tell(row: StrategyResult) -> None:
+def _print_result(row: StrategyResult) -> None:
     """Print a progress line to stderr."""
     print(f"{row.strategy} on {counted(row.ranks, 'rank')}: {row.status}", file=sys.stderr, flush=True)
 
@@ -139,4 +139,4 @@ def verify_world(task: VerifyTask, ranks: Ranks) -> None:
     from shardwise.gradcheck.run import verify_all
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # performance hints
-    verify_all(task, ranks, _tell if sys.stderr.isatty() else None)
+    verify_all(task, ranks, _print_result if sys.stderr.isatty() else None)

@@ -195,7 +195,7 @@ def check_calibration(file: CalibrationFile, cluster: ClusterSpec, *, processor:
     return _not_covered(file, cluster, subject)
 
 
-def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list[str]:
+def _not_covered(file: CalibrationFile, cluster: ClusterSpec, label: str) -> list[str]:
     lines = []
     needed: list[tuple[Where, str, bool]] = [
         ("node", "inside a node", cluster.devices_per_node > 1),
@@ -208,7 +208,7 @@ def _not_covered(file: CalibrationFile, cluster: ClusterSpec, told: str) -> list
         if needs and missing:
             what = "nothing" if not here else f"no latency or bandwidth of {', '.join(missing)}"
             lines.append(
-                f"{told} has {what} {words}; the catalogue stands in where it knows the link"
+                f"{label} has {what} {words}; the catalogue stands in where it knows the link"
                 + (", but in groups of the very shape that was measured" if here else "")
             )
     return lines

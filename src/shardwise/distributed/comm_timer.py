@@ -61,4 +61,4 @@ class _Part(AbstractContextManager[None]):
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-WAITS = Waits()
+COMM_TIMER = Waits()

@@ -26,7 +26,7 @@ TAG = 3
 """Integers of it that name the operation, 8 letters each."""
 HERE_S = 10.0
 """Seconds after which a waiting rank records so in the store: the others wait for ranks without a record."""
-SAY_S = 30.0
+ANNOUNCE_S = 30.0
 """Seconds after which the first of the waiting ranks reports the missing ones."""
 LIMIT_S = 600.0
 """Longest wait of a rank within a step: NCCL's default for a collective, so if ranks are further apart in
@@ -87,11 +87,11 @@ class Meeting:
         try:
             with self._named():
                 self._refuse_left()
-                if self._came(SAY_S - HERE_S):
+                if self._came(ANNOUNCE_S - HERE_S):
                     return
                 if not patient:
                     self._log()
-                while not self._came(SAY_S):
+                while not self._came(ANNOUNCE_S):
                     self._refuse_left()
         finally:
             _mark(self._group, "waits", there=False)
@@ -133,7 +133,7 @@ class Meeting:
         missing, mine = _without(self._group, "waits"), dist.get_rank(self._group)
         if missing and all(rank in missing for rank in range(mine)):
             logging.getLogger("shardwise").warning(
-                f"rank {mine} has waited for {SAY_S:g} s at {self._what}: {ranks_text(missing)} "
+                f"rank {mine} has waited for {ANNOUNCE_S:g} s at {self._what}: {ranks_text(missing)} "
                 f"{'has' if len(missing) == 1 else 'have'} not come there. {_FIXES.get(self._what, '')}".rstrip()
             )
 
@@ -207,7 +207,7 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def say_joined(group: dist.ProcessGroup) -> None:
+def announce_joined(group: dist.ProcessGroup) -> None:
     """Record that this rank joined.
 
     A store that outlives its world may have an older group of this name.
@@ -215,7 +215,7 @@ def say_joined(group: dist.ProcessGroup) -> None:
     _mark(group, "left", there=False)
 
 
-def say_left(group: dist.ProcessGroup) -> None:
+def announce_left(group: dist.ProcessGroup) -> None:
     """Record that this rank has left the session, so that waiting ranks can report it."""
     _mark(group, "left", there=True)
 

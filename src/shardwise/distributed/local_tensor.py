@@ -26,8 +26,8 @@ def empty_beside(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dty
         here = parameter.to_local()
         as_rows = len(shape) == parameter.dim() > 0 and shape[0] == parameter.shape[0]
         placements = [p if as_rows and p == Shard(0) else Replicate() for p in parameter.placements]
-        cut = any(isinstance(p, Shard) for p in placements)
-        lengths = (here.shape[0], *shape[1:]) if cut else tuple(shape)
+        sharded = any(isinstance(p, Shard) for p in placements)
+        lengths = (here.shape[0], *shape[1:]) if sharded else tuple(shape)
         return DTensor.from_local(
             torch.empty(lengths, dtype=dtype, device=here.device),
             parameter.device_mesh,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from shardwise.distributed.control_message import Meeting, say_joined, say_left
+from shardwise.distributed.control_message import Meeting, announce_joined, announce_left
 from shardwise.environment import Rendezvous, rendezvous
 from shardwise.errors import MachineError, ShardwiseError, UserError
 
@@ -95,7 +95,7 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
     patience = datetime.timedelta(seconds=timeout_s) if owns else None
     control = dist.new_group(backend="gloo", timeout=patience) if needs_control else None
     if control is not None:
-        say_joined(control)
+        announce_joined(control)
     return Ranks(
         rank=dist.get_rank(),
         world_size=world,
@@ -149,9 +149,9 @@ def leave(ranks: Ranks) -> None:
         return
     made = ranks.control if ranks.owns_control and _registered(ranks.control) else None
     if made is not None:
-        say_left(made)
+        announce_left(made)
     if ranks.control is not None:
-        _settle()
+        _drain_gloo_threads()
     if ranks.owns_group:
         dist.destroy_process_group()
     elif made is not None:
@@ -176,7 +176,7 @@ def _leave_rest() -> None:
         leave(ranks)
 
 
-def _settle(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
+def _drain_gloo_threads(quiet_s: float = 0.005, limit_s: float = 2.0) -> None:
     """Wait until gloo's threads have released the tensors of the last messages.
 
     A thread of PyTorch needs the interpreter for that, also after the message has arrived. DDP's reducer, if it

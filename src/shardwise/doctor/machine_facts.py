@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.doctor.cgroup import Allowed, allowed
-from shardwise.doctor.checks.disk import DiskFacts, look_at_disk
+from shardwise.doctor.checks.disk import DiskFacts, inspect_disk
 from shardwise.environment import settings, visible_devices
 from shardwise.hardware.topology import Topology, read_topology
 from shardwise.measure.gpu.nvidia_smi import QuerySource
@@ -96,7 +96,7 @@ class HostFacts(BaseModel):
         return int(text) if text.isdigit() else None
 
 
-def look_at_host(ranks: int | None, folder: Path, source: GpuSource | None = None) -> HostFacts:
+def inspect_host(ranks: int | None, folder: Path, source: GpuSource | None = None) -> HostFacts:
     """Collect all facts of this machine. Takes a second or two.
 
     For ``ranks`` ranks (default: one per GPU, else two).
@@ -137,7 +137,7 @@ def look_at_host(ranks: int | None, folder: Path, source: GpuSource | None = Non
         system=platform.system(),
         machine=platform.machine(),
         kernel=platform.release(),
-        disk=look_at_disk(folder),
+        disk=inspect_disk(folder),
         gpus=gpus,
         topology=topology if topology is None or chosen is None else topology.subset(chosen),
         xids=read_xids() if gpus.gpus else None,

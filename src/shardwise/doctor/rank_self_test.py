@@ -161,14 +161,14 @@ def self_test(
     *,
     start_s: float | None = None,
     note: str = "",
-    told: threading.Event | None = None,
+    stop_event: threading.Event | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> RanksTest:
     """Run the test as one rank; collective.
 
     Creates a process group and leaves it open until the process ends. Ranks have ``start_s`` (else ``timeout_s``) to
     start, counted from when this one did, and ``timeout_s`` for all that follows. ``note`` is shared with the others.
-    Once ``told`` is set (a launcher ends the world with a signal) this rank stops and reports its view. ``on_stage`` is
+    Once ``stop_event`` is set (a launcher ends the world with a signal) this rank stops and reports its view. ``on_stage`` is
     called with each stage that this rank enters.
 
     Raises:
@@ -177,7 +177,9 @@ def self_test(
     agent = uses_agent_store()
     store = meet(place, timeout_s, hosts=place.rank == 0 and not agent)
     board = Board(meet(place, timeout_s, hosts=False), place)
-    run = _Run(place, device, timeout_s, board, store, told or threading.Event(), on_stage or (lambda stage: None))
+    run = _Run(
+        place, device, timeout_s, board, store, stop_event or threading.Event(), on_stage or (lambda stage: None)
+    )
     run.start_s = timeout_s if start_s is None else start_s
     try:
         return _tested(run, note)
@@ -242,11 +244,11 @@ class _Run:
         timeout_s: float,
         board: Board,
         store: Any,
-        told: threading.Event,
+        stop_event: threading.Event,
         on_stage: Callable[[str], None],
     ) -> None:
         self.place, self.timeout_s, self.board, self.store, self.on_stage = place, timeout_s, board, store, on_stage
-        self.told = told
+        self.stop_event = stop_event
         self.devices = [torch.device("cpu")]
         if device == "cuda":
             self.devices.append(torch.device("cuda", place.local_rank))
@@ -290,9 +292,9 @@ class _Run:
         while self.board.words() < self.place.world_size and self.left():
             if not failing and self.board.failed():
                 failing, self.deadline = True, time.monotonic() + GRACE_S
-            if self.told.is_set():
+            if self.stop_event.is_set():
                 self.deadline = min(self.deadline, time.monotonic() + TOLD_S)
-                self.told.clear()
+                self.stop_event.clear()
             if failing and all(
                 any(word in answer.state for word in FINAL) for answer in self.board.answers() if answer.word is None
             ):
@@ -306,7 +308,7 @@ class _Run:
     def _go_on(self, stage: str) -> None:
         if self.board.failed():
             raise _GaveUp("waited", stage, "another rank gave up")
-        if self.told.is_set():
+        if self.stop_event.is_set():
             raise _GaveUp("waited", stage, "this rank was asked to end")
 
     def _stage(self, name: str, work: Callable[[], None]) -> None:

@@ -59,26 +59,28 @@ def check_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name:
         folder, message = Path(name), ""
         task = RankTestTask(folder=name, device=device, timeout_s=timeout_s, start_s=start_s)
-        watch = _Watch(name, timeout_s, timeout_s if start_s is None else start_s)
+        monitor = _RankMonitor(name, timeout_s, timeout_s if start_s is None else start_s)
         try:
             on_ranks(work, task, world_size, device=None, threads=threads, grace_s=GRACE_S, folder=folder)
         except Interrupted:
-            if not watch.ended_them:
+            if not monitor.ended_them:
                 raise
         except ShardwiseError as failure:
             message = "\n".join(line for line in str(failure).splitlines() if name not in line)  # logs that are deleted
         finally:
-            watch.stop()
+            monitor.stop()
         found = [RanksTest.model_validate_json(path.read_text()) for path in folder.glob("answer-*.json")]
     if found:  # who waited longest has seen most
-        return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), message, watch.seen, timeout_s)
-    return no_answer(world_size, device, timeout_s, message, watch, time.monotonic() - began)
+        return explained(min(found, key=lambda one: (len(one.silent), one.speaker)), message, monitor.seen, timeout_s)
+    return no_answer(world_size, device, timeout_s, message, monitor, time.monotonic() - began)
 
 
-def no_answer(world_size: int, device: str, timeout_s: float, message: str, watch: _Watch, seconds: float) -> RanksTest:
+def no_answer(
+    world_size: int, device: str, timeout_s: float, message: str, monitor: _RankMonitor, seconds: float
+) -> RanksTest:
     """Build the result where no rank left one: from `run_local`, or else their processes' state."""
     answers = tuple(
-        RankAnswer(rank=rank, state=watch.seen.get(rank, "its process was never seen")) for rank in range(world_size)
+        RankAnswer(rank=rank, state=monitor.seen.get(rank, "its process was never seen")) for rank in range(world_size)
     )
     found = RanksTest(
         world_size=world_size,
@@ -87,7 +89,7 @@ def no_answer(world_size: int, device: str, timeout_s: float, message: str, watc
         seconds=seconds,
         answers=answers,
     )
-    if not message or watch.ended_them:
+    if not message or monitor.ended_them:
         return judged(found, timeout_s)
     named = re.match(r"ranks? ([\d, ]+)", message) or re.search(r"on ranks? ([\d, ]+)\)$", message)
     ranks = tuple(int(number) for number in named[1].split(",")) if named else tuple(range(world_size))
@@ -112,7 +114,7 @@ def explained(found: RanksTest, message: str, seen: dict[int, str], timeout_s: f
     return verdict.model_copy(update={"problem": f"{verdict.problem}; {died}"}) if died else verdict
 
 
-class _Watch:
+class _RankMonitor:
     """Monitor of the ranks' processes: records their states, and kills leftovers.
 
     Ranks that respond end by themselves. Those left at the time-out (all stopped, for example) are killed by id after
@@ -181,9 +183,9 @@ def answer_as_rank(task: RankTestTask, _: None) -> None:
     place = rendezvous()
     if place is None:
         raise UserError("this is a rank of shardwise doctor: run shardwise doctor")
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
-    found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, told=told)
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
+    found = self_test(place, task.device, task.timeout_s, start_s=task.start_s, stop_event=stop_event)
     partial = Path(task.folder) / f"partial-{place.rank}"
     partial.write_text(found.model_dump_json())
     partial.replace(Path(task.folder) / f"answer-{place.rank}.json")

@@ -211,10 +211,10 @@ def answer(build: Callable[[], nn.Module], plan: Plan, *, extrapolate: bool = Fa
 def _full(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> DryRun:
     from shardwise.dryrun.rehearse import rehearse
 
-    return _told(rehearse(build, plan, **options), plan, options.get("rank", 0))
+    return _summarize(rehearse(build, plan, **options), plan, options.get("rank", 0))
 
 
-def _told(found: Rehearsal, plan: Plan, rank: int) -> DryRun:
+def _summarize(found: Rehearsal, plan: Plan, rank: int) -> DryRun:
     from shardwise.dryrun.record import peaks_of, totals
 
     peaks, most = peaks_of(found.events, found.categories)
@@ -254,29 +254,31 @@ def _extended(build: Callable[[], nn.Module], plan: Plan, **options: Any) -> Dry
             found = rehearse(build, plan, blocks=blocks, **options)
         except ModelError:  # its forward may need every block
             return None
-        told = _told(found, plan, options.get("rank", 0))
+        found_run = _summarize(found, plan, options.get("rank", 0))
         seconds += found.seconds
-        others: dict[Key, int] = {("category", name): size for name, size in told.categories.items()}
-        others |= {("calls", item.name): item.calls for item in told.collectives}
-        others |= {("bytes", item.name): item.num_bytes for item in told.collectives}
-        traces.append(Traced(blocks, live_by_phase(found.events), others | {("events", ""): told.events}))
+        others: dict[Key, int] = {("category", name): size for name, size in found_run.categories.items()}
+        others |= {("calls", item.name): item.calls for item in found_run.collectives}
+        others |= {("bytes", item.name): item.num_bytes for item in found_run.collectives}
+        traces.append(Traced(blocks, live_by_phase(found.events), others | {("events", ""): found_run.events}))
         numbers = extended(traces, depth)
         if numbers is not None:
-            return _renumbered(told, numbers, blocks, seconds)
+            return _renumbered(found_run, numbers, blocks, seconds)
     return None
 
 
-def _renumbered(told: DryRun, numbers: Mapping[tuple[str, ...], int], blocks: int, seconds: float) -> DryRun:
-    phases = tuple(PhasePeak(step=p.step, name=p.name, allocated=numbers[str(p.step), p.name]) for p in told.phases)
+def _renumbered(found_run: DryRun, numbers: Mapping[tuple[str, ...], int], blocks: int, seconds: float) -> DryRun:
+    phases = tuple(
+        PhasePeak(step=p.step, name=p.name, allocated=numbers[str(p.step), p.name]) for p in found_run.phases
+    )
     sent = tuple(
         CollectiveTotal(name=item.name, calls=numbers["calls", item.name], num_bytes=numbers["bytes", item.name])
-        for item in told.collectives
+        for item in found_run.collectives
     )
     return DryRun(
-        rank=told.rank,
-        world_size=told.world_size,
+        rank=found_run.rank,
+        world_size=found_run.world_size,
         phases=phases,
-        categories={name: numbers["category", name] for name in told.categories},
+        categories={name: numbers["category", name] for name in found_run.categories},
         allocated=max(p.allocated for p in phases),
         reserved=None,
         reserved_expandable=None,
@@ -285,7 +287,7 @@ def _renumbered(told: DryRun, numbers: Mapping[tuple[str, ...], int], blocks: in
         seconds=seconds,
         extrapolated=True,
         blocks=blocks,
-        alike=told.alike,
+        alike=found_run.alike,
     )
 
 

@@ -178,7 +178,7 @@ def peaks_of(
     Every event goes through a `CachingAllocator`, too; ``reserved`` is its maximum up to the phase's end.
     """
     memory = CachingAllocator(expandable=expandable)
-    held: dict[int, Any] = {}
+    blocks: dict[int, Any] = {}
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     most = dict(now)
     found: dict[tuple[int, str], Peak] = {}
@@ -197,10 +197,10 @@ def peaks_of(
         live += num_bytes
         now[category] += num_bytes
         if num_bytes > 0:
-            held[number] = memory.alloc(num_bytes, stream)
+            blocks[number] = memory.alloc(num_bytes, stream)
             most[category] = max(most[category], now[category])
         else:
-            memory.free(held.pop(number))
+            memory.free(blocks.pop(number))
         if live > best:
             best = live
             found[place] = Peak(step, phase, live, memory.peak_reserved, dict(now))
@@ -430,8 +430,8 @@ def answer_reductions(outer: torch.nn.Module) -> None:
     if isinstance(outer, DistributedDataParallel):
         hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
         outer.register_comm_hook(None, hook)
-        held: Any = outer
-        held.reducer = _FixedBuckets(outer.reducer)
+        blocks: Any = outer
+        blocks.reducer = _FixedBuckets(outer.reducer)
 
 
 class _FixedBuckets:

@@ -293,12 +293,12 @@ class _Script:
         recorder.name(session.module.buffers(), "buffers")
         recorder.name(session.module.parameters(), "parameters")
         for unit in sharding_units(session.module):
-            recorder.name((held._sharded_param_data for held in unit.fsdp_params), "parameters")
+            recorder.name((fsdp_param._sharded_param_data for fsdp_param in unit.fsdp_params), "parameters")
 
     def _name_units(self, session: Any, recorder: StorageRecorder) -> None:
         for unit in sharding_units(session.module):
-            for held in unit.fsdp_params:
-                recorder.name(held.all_gather_outputs, "buffers")
+            for fsdp_param in unit.fsdp_params:
+                recorder.name(fsdp_param.all_gather_outputs, "buffers")
 
 
 class _Namer:

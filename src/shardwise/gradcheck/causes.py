@@ -327,8 +327,8 @@ def _weights(
         return ""
 
     def flat(gradients: Gradients) -> torch.Tensor:
-        held = [(gradients.get(name), found[name]) for name in names]
-        return torch.cat([(torch.zeros_like(f) if g is None else g).flatten() for g, f in held if f is not None])
+        numbers = [(gradients.get(name), found[name]) for name in names]
+        return torch.cat([(torch.zeros_like(f) if g is None else g).flatten() for g, f in numbers if f is not None])
 
     target = flat(found)
     matrix = torch.stack([flat(contributions[key]) for key in keys], 1)
@@ -368,8 +368,8 @@ def _name_weights(weight: Mapping[tuple[int, int], float], tokens: Mapping[tuple
 
 
 def _constant(values: Iterable[float]) -> bool:
-    held = list(values)
-    return max(held) - min(held) <= SAME * max(map(abs, held))
+    numbers = list(values)
+    return max(numbers) - min(numbers) <= SAME * max(map(abs, numbers))
 
 
 def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:

@@ -23,7 +23,7 @@ class Judged:
     """Verdict, and on rank 0 its explanation where it is negative."""
 
     verdict: GradientVerdict
-    told: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 class Judge:
@@ -52,14 +52,14 @@ class Judge:
         return explain_weights(expected, found, compare(expected, found), self.setting)
 
     def step(
-        self, watch: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
+        self, recorder: GradientRecorder, expected: Reference, batches: Mapping[Key, Batch], *, norm: float, loss: float
     ) -> Judged:
         """Compare the gradients before and after clipping, the norm and the loss of a step."""
         names, tolerance = list(expected.gradients), self.references.tolerance
         scale = min(1.0, CLIPPED * expected.norm / (expected.norm + 1e-6))
         scaled = {n: None if g is None else g * scale for n, g in expected.gradients.items()}
-        clipped = max((d.error for d in compare(scaled, watch.clipped)), default=0.0)
-        table = error_table(names, compare(expected.gradients, watch.raw), clipped, self.session.ranks)
+        clipped = max((d.error for d in compare(scaled, recorder.clipped)), default=0.0)
+        table = error_table(names, compare(expected.gradients, recorder.raw), clipped, self.session.ranks)
         errors = [max(float(row[i]) for row in table) for i in range(len(names))]
         merged = [
             Difference(name=name, error=float("inf") if error < 0 else error, missing=error < 0)  # on no rank
@@ -75,7 +75,7 @@ class Judge:
         )
         if verdict.ok:
             return Judged(verdict)
-        parts = all_parts(names, watch.raw, self.session.ranks)
+        parts = all_parts(names, recorder.raw, self.session.ranks)
         if not self.session.ranks.is_main:
             return Judged(verdict)
         found = self._furthest(expected.gradients, parts, table)
@@ -100,11 +100,11 @@ class Judge:
         norm: float,
         loss: float,
     ) -> tuple[str, ...]:
-        told: tuple[str, ...] = ()
+        reasons: tuple[str, ...] = ()
         if verdict.loss_error > verdict.tolerance:
-            told = (explain_loss(loss, expected.loss, self.session.plan),)
+            reasons = (explain_loss(loss, expected.loss, self.session.plan),)
         if verdict.differing:
-            return told + explain(
+            return reasons + explain(
                 expected.gradients,
                 found,
                 differences,
@@ -113,9 +113,9 @@ class Judge:
                 parts=parts,
                 contributions=contributions(self.make, batches),
                 tokens=tokens_of(batches),
-                brief=bool(told),
+                brief=bool(reasons),
             )
-        return told or (explain_norm(norm, expected.norm, self.session.plan),)
+        return reasons or (explain_norm(norm, expected.norm, self.session.plan),)
 
     def _seen(self, expected: Gradients, mine: Gradients, extra: float) -> tuple[list[Gradients], list[torch.Tensor]]:
         names = list(expected)

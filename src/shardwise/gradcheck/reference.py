@@ -51,8 +51,8 @@ def write_references(make: Callable[[], nn.Module], data: Data, plans: Sequence[
             (folder / _NOISE).write_text(json.dumps(_alone(partial(_noise, make, batches))))
         made = _alone(partial(_computed, make, batches))
         found = {name: gradient for name, gradient in made.gradients.items() if gradient is not None}
-        held = {name: torch.view_as_real(g) if g.is_complex() else g for name, g in found.items()}
-        write_file(folder / f"{name}.safetensors", held)
+        values = {name: torch.view_as_real(g) if g.is_complex() else g for name, g in found.items()}
+        write_file(folder / f"{name}.safetensors", values)
         facts = {"norm": made.norm, "loss": made.loss, "tokens": made.tokens}
         (folder / f"{name}.json").write_text(json.dumps(facts))
 
@@ -120,9 +120,9 @@ class References:
     def _read(self, name: str) -> Reference:
         facts = json.loads((self._folder / f"{name}.json").read_text())
         with HuggingFaceSource(self._folder / f"{name}.safetensors") as source:
-            held = {n.removeprefix("model/"): source.read(n, info.full) for n, info in source.tensors.items()}
+            values = {n.removeprefix("model/"): source.read(n, info.full) for n, info in source.tensors.items()}
         gradients = {
-            n: None if n not in held else torch.view_as_complex(held[n]) if is_complex else held[n]
+            n: None if n not in values else torch.view_as_complex(values[n]) if is_complex else values[n]
             for n, is_complex in self._trained.items()
         }
         return Reference(gradients, facts["norm"], facts["loss"], facts["tokens"])
@@ -152,11 +152,11 @@ def refuse_own_collectives(model: nn.Module, batch: Batch) -> None:
     Raises:
         ModelError: it communicates.
     """
-    with _OwnCalls() as watch:
+    with _OwnCalls() as recorder:
         token_loss_sum(model(batch[0]), batch[1]).backward()
-    if watch.names:
+    if recorder.names:
         raise ModelError(
-            f"the model itself talks to other ranks ({', '.join(sorted(watch.names))}) in its forward or backward: one "
+            f"the model itself talks to other ranks ({', '.join(sorted(recorder.names))}) in its forward or backward: one "
             "process has none, and where ranks have different numbers of micro batches one of them waits for ever, so "
             "there is nothing to verify; compute from the rank's own batch alone"
         )

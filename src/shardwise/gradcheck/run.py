@@ -105,9 +105,9 @@ class VerifyTask(BaseModel):
 
 
 def verify_all(
-    task: VerifyTask, ranks: Ranks, told: Callable[[StrategyResult], None] | None = None
+    task: VerifyTask, ranks: Ranks, reasons: Callable[[StrategyResult], None] | None = None
 ) -> list[StrategyResult]:
-    """Verify every plan of ``task`` on all ranks; ``told`` gets rank 0's results."""
+    """Verify every plan of ``task`` on all ranks; ``reasons`` gets rank 0's results."""
     references = References(task.model, task.references)
     rows = []
     for plan in task.plans:
@@ -116,8 +116,8 @@ def verify_all(
         if ranks.is_main:
             with task.results.open("a") as file:
                 file.write(row.model_dump_json() + "\n")
-            if told is not None:
-                told(row)
+            if reasons is not None:
+                reasons(row)
     return rows
 
 
@@ -140,7 +140,7 @@ def _verify(task: VerifyTask, plan: Plan, ranks: Ranks, references: References) 
     if problems:
         return StrategyResult(**facts, status="refused", reason=problems[0])
     verdict = _together([step.verdict for step in found])
-    explanations = (*_told_once(found), *(text for receipt in receipts.values() for text in false_lines(receipt)))
+    explanations = (*_once(found), *(text for receipt in receipts.values() for text in false_lines(receipt)))
     ok = verdict.ok and all(receipt.ok for receipt in receipts.values())
     status = "verified" if ok else "failed"
     return StrategyResult(**facts, status=status, verdict=verdict, explanations=explanations, receipts=receipts)
@@ -162,11 +162,13 @@ def _together(verdicts: Sequence[GradientVerdict]) -> GradientVerdict:
     return worst.model_copy(update={"norm_error": max(v.norm_error for v in verdicts)})
 
 
-def _told_once(steps: Sequence[Judged]) -> tuple[str, ...]:
+def _once(steps: Sequence[Judged]) -> tuple[str, ...]:
     ragged, full = steps
     if full.verdict.ok and not ragged.verdict.ok:
-        return tuple(f"only where ranks and micro batches have different numbers of tokens: {t}" for t in ragged.told)
-    return full.told
+        return tuple(
+            f"only where ranks and micro batches have different numbers of tokens: {t}" for t in ragged.reasons
+        )
+    return full.reasons
 
 
 def _run(
@@ -179,8 +181,8 @@ def _run(
     spec = read_model(model)
     parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
-    effects, fit, watch = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
-    session.observers += [watch, _Quiet(effects), _Quiet(fit)]
+    effects, fit, recorder = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
+    session.observers += [recorder, _Quiet(effects), _Quiet(fit)]
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
     misplaced = judge.weights()
@@ -191,8 +193,8 @@ def _run(
         expected = references.of(plan, STEPS[number], batches)
         step.run(outer, token_loss_sum)
         result = step.update(optimizer, clip_norm=expected.norm * CLIPPED)
-        judged = judge.step(watch, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
-        found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.told)))
+        judged = judge.step(recorder, expected, batches, norm=result.grad_norm or 0.0, loss=result.loss)
+        found.append(judged if judged.verdict.ok else Judged(judged.verdict, (*misplaced, *judged.reasons)))
         with torch.no_grad():  # each step starts from the same weights
             for parameter, weight in zip(session.module.parameters(), weights, strict=True):
                 _local(parameter).copy_(weight)
@@ -207,8 +209,8 @@ def _windows(task: VerifyTask, plan: Plan, session: Session) -> Iterator[list[Ba
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 class _Quiet:

@@ -186,7 +186,7 @@ def _construct(factory: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     if recipe.classes is None:
         module = factory()
         for container, names in recipe.keep.items():
-            _cut(module, container, names)
+            _keep_only(module, container, names)
         return module
     model_class, config_class = (_imported(path) for path in recipe.classes)
     configuration = config_class.from_dict(recipe.configuration)
@@ -205,13 +205,13 @@ def _imported(path: str) -> Any:
     return found
 
 
-def _cut(module: nn.Module, container: str, names: tuple[str, ...]) -> None:
+def _keep_only(module: nn.Module, container: str, names: tuple[str, ...]) -> None:
     """Remove all but the named children from a list of blocks, and renumber them."""
-    held = module.get_submodule(container) if container else module
-    numbered = isinstance(held, nn.ModuleList | nn.Sequential)
-    stays = [(str(i) if numbered else name, held.get_submodule(name)) for i, name in enumerate(names)]
-    held._modules.clear()
-    held._modules.update(stays)
+    owner = module.get_submodule(container) if container else module
+    numbered = isinstance(owner, nn.ModuleList | nn.Sequential)
+    stays = [(str(i) if numbered else name, owner.get_submodule(name)) for i, name in enumerate(names)]
+    owner._modules.clear()
+    owner._modules.update(stays)
 
 
 def _empty_parameters(module: nn.Module) -> None:

@@ -83,8 +83,8 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 def error_table(names: list[str], mine: Sequence[Difference], extra: float, ranks: Ranks) -> list[torch.Tensor]:
     """Gather each rank's error of each parameter (-1: not local), then ``extra``. Collective."""
-    held = {d.name: d.error for d in mine}
-    row = torch.tensor([*(held.get(name, -1.0) for name in names), extra], dtype=torch.float64)
+    values = {d.name: d.error for d in mine}
+    row = torch.tensor([*(values.get(name, -1.0) for name in names), extra], dtype=torch.float64)
     if ranks.world_size == 1:
         return [row]
     rows = [torch.empty_like(row) for _ in range(ranks.world_size)]
@@ -94,15 +94,15 @@ def error_table(names: list[str], mine: Sequence[Difference], extra: float, rank
 
 def all_parts(names: list[str], mine: Gradients, ranks: Ranks) -> list[Gradients]:
     """Gather each rank's view of every gradient, on every rank."""
-    held = {name: g for name in names if (g := mine.get(name)) is not None}
-    texts = gather_text(json.dumps({name: list(g.shape) for name, g in held.items()}), ranks)
+    values = {name: g for name in names if (g := mine.get(name)) is not None}
+    texts = gather_text(json.dumps({name: list(g.shape) for name, g in values.items()}), ranks)
     parts: list[Gradients] = []
     for rank, text in enumerate(texts):
         shapes: dict[str, list[int]] = json.loads(text)
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         flat = torch.empty(sum(sizes), dtype=torch.float64)
-        if rank == ranks.rank and held:
-            flat = torch.cat([g.flatten() for g in held.values()])
+        if rank == ranks.rank and values:
+            flat = torch.cat([g.flatten() for g in values.values()])
         if ranks.world_size > 1 and flat.numel():
             dist.broadcast(flat, src=rank, group=ranks.control)
         pieces = flat.split(sizes) if sizes else ()

@@ -231,7 +231,7 @@ class Generation:
 
     Rates are fractions of a rate, ``ramp`` is in columns of the contraction. ``best``: of the peak, the rate of the
     best product where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of that, a product without ramp and empty
-    slots at full clocks. ``held_flops``: sustained 16-bit FLOP/s of a long run at ``watts`` (twice that in fp8), None
+    slots at full clocks. ``sustained_flops``: sustained 16-bit FLOP/s of a long run at ``watts`` (twice that in fp8), None
     where power is not the limit. ``wave``: weight of wave quantization (0 none, 1 full). ``halving``: extra cost of a
     tile for each halving of its area. ``operand``: of the data sheet's bandwidth, the rate of a product's operands.
     ``flash``, ``flash_backward``: of the peak, large causal attention with heads of 128. ``idle``: empty slots at the
@@ -255,7 +255,7 @@ class Generation:
     stream: float
     multiprocessors: int
     precisions: tuple[str, ...]
-    held_flops: float | None = None
+    sustained_flops: float | None = None
     watts: float = 1.0
     fixed_s: float = 1e-6
     launch_s: float = 6e-6

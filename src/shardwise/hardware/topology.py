@@ -161,8 +161,8 @@ def parse_topology(text: str) -> Topology | None:
     return Topology(
         paths=paths,
         nics=_nics(lines, others, len(columns), known),
-        cores=tuple(_told(cells, 0) for cells in affinities),
-        numa=tuple(_told(cells, 1) for cells in affinities),
+        cores=tuple(_cell(cells, 0) for cells in affinities),
+        numa=tuple(_cell(cells, 1) for cells in affinities),
     )
 
 
@@ -180,7 +180,7 @@ def _nics(lines: Sequence[Sequence[str]], names: Sequence[str], gpus: int, known
     return tuple(found)
 
 
-def _told(cells: Sequence[str], index: int) -> str | None:
+def _cell(cells: Sequence[str], index: int) -> str | None:
     return cells[index] if len(cells) > index and cells[index] != "N/A" else None
 
 

@@ -103,7 +103,7 @@ class StallMonitor:
     after_s: float
     _next: float = 0.0
     _since: dict[int, tuple[tuple[str, int], float]] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
+    _reported: set[int] = field(default_factory=set)
 
     def look(self, pids: Iterable[tuple[int, int]]) -> list[str]:
         """Return lines about newly stalled ranks among ``pids`` (rank, process)."""
@@ -117,9 +117,9 @@ class StallMonitor:
             known, since = self._since.get(rank, (("", 0), now))
             if state != known:
                 self._since[rank] = (state, now)
-                self._told.discard(rank)
-            elif state[0] in _STATES and now - since >= self.after_s and rank not in self._told:
-                self._told.add(rank)
+                self._reported.discard(rank)
+            elif state[0] in _STATES and now - since >= self.after_s and rank not in self._reported:
+                self._reported.add(rank)
                 what = _STATES[state[0]].format(pid=pid)
                 lines.append(
                     f"rank {rank} (process {pid}) has not moved for {now - since:.0f} s, and the others wait for it: "

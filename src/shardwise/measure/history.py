@@ -152,7 +152,7 @@ def remember(
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             _append(path, (run.model_dump_json(exclude_none=True) + "\n").encode())
-            _cut(path)
+            _trim(path)
     except OSError as error:
         return f"the history '{path}' cannot be written: {error.strerror}; set SHARDWISE_HISTORY=off or another file"
     return ""
@@ -222,7 +222,7 @@ def _append(path: Path, line: bytes) -> None:
         os.close(descriptor)
 
 
-def _cut(path: Path) -> None:
+def _trim(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     if len(lines) > 2 * KEPT_RUNS:
         spare = path.with_name(f"{path.name}.tmp")

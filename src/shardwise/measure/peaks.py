@@ -149,9 +149,9 @@ def gathered_bytes(session: Session) -> int:
     found: dict[int, int] = {}
     for unit in session.applied.outer.modules():
         group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
-        for held in group.fsdp_params if group is not None else ():
-            full = getattr(held, "_unsharded_param", None)
-            for tensor in (*held.all_gather_outputs, *((full,) if full is not None else ())):
+        for fsdp_param in group.fsdp_params if group is not None else ():
+            full = getattr(fsdp_param, "_unsharded_param", None)
+            for tensor in (*fsdp_param.all_gather_outputs, *((full,) if full is not None else ())):
                 storage = state.local(tensor).untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)

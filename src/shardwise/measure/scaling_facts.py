@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.measure.step_time.timing import PARTS, Timing
+from shardwise.measure.step_time.timing import PHASES, Timing
 from shardwise.plan.plan import Plan
 
 Mode = Literal["weak", "strong"]
@@ -261,7 +261,7 @@ def losses(base: Sample, here: Sample) -> tuple[Loss, ...] | None:
     if base.timing is None or here.timing is None:
         return None
     work = here.tokens_per_device / base.tokens_per_device
-    found = {part: here.timing.seconds(part) - work * base.timing.seconds(part) for part in PARTS}
+    found = {part: here.timing.seconds(part) - work * base.timing.seconds(part) for part in PHASES}
     full = here.step_s - work * base.step_s
     found["untold"] = full - sum(found.values())
     listed = [Loss(part=part, seconds=s, share=s / here.step_s) for part, s in found.items() if abs(s) > 1e-9]

@@ -104,11 +104,11 @@ def measure_engine(engine: Engine, gradients: int) -> Measurement:
 
     ``gradients`` are the bytes of gradients before the update.
     """
-    held = engine.held()
+    local_tensors = engine.local_tensors()
     return Measurement(
-        parameters=local_bytes(held.parameters),
+        parameters=local_bytes(local_tensors.parameters),
         gradients=gradients,
-        optimizer=local_bytes(held.masters) + local_bytes(held.states),
+        optimizer=local_bytes(local_tensors.masters) + local_bytes(local_tensors.states),
         process_peak=_process_peak(),
     )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.model.operations import mark_selective
-from shardwise.model.profile import Cut, ModelProfile, Op, Unit, Weight
+from shardwise.model.profile import ModelProfile, Op, TpSharding, Unit, Weight
 
 BF16_BYTES = 2.0
 BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale; scales that share one (bitsandbytes)
@@ -212,9 +212,9 @@ def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> 
 def _adapter_weights(weight: Weight, op: Op, facts: AdapterFacts) -> list[Weight]:
     """Return A and B; tensor parallel shards the one on the layer's sharded side."""
     stem, size = weight.name.removesuffix(".weight"), facts.adapter_bytes
-    column = 0 if op.cut == "column" else None
+    column = 0 if op.tp_sharding == "column" else None
     found = [
-        Weight(f"{stem}.lora_A.weight", (facts.rank, op.k), size, tp_dim=1 if op.cut == "row" else None),
+        Weight(f"{stem}.lora_A.weight", (facts.rank, op.k), size, tp_dim=1 if op.tp_sharding == "row" else None),
         Weight(f"{stem}.lora_B.weight", (op.n, facts.rank), size, tp_dim=column),
     ]
     if facts.dora:
@@ -228,15 +228,15 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
     B's product saves A's; the sum saves nothing, but with DoRA both operands. An adapter's own copy of its input is
     saved by A's product, dropout's mask by the dropout.
     """
-    inner: Cut = "row" if op.cut == "row" else "none"
-    outer: Cut = "column" if op.cut == "column" else "none"
+    inner: TpSharding = "row" if op.tp_sharding == "row" else "none"
+    outer: TpSharding = "column" if op.tp_sharding == "column" else "none"
     rank, small, large, read = facts.rank, op.m * facts.rank, op.m * op.n, op.m * op.k
     copied = read if facts.dropout or facts.copies_inputs else 0
     found = []
     if facts.dropout:  # one kernel reads the input and writes the result and the mask
         mask = read * facts.mask_bytes
         found.append(
-            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=mask, cut=inner)
+            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=mask, tp_sharding=inner)
         )
     sides = 2 * large if facts.dora else 0
     return [
@@ -249,7 +249,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             rank,
             flops=2.0 * op.k * small,
             saved=copied,
-            cut=inner,
+            tp_sharding=inner,
             weight=True,
         ),
         Op(
@@ -261,7 +261,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             flops=2.0 * rank * large,
             saved=small,
             temporary=large,
-            cut=outer,
+            tp_sharding=outer,
             weight=True,
         ),
         Op(
@@ -271,7 +271,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             launches=2 + (2 if facts.dora else 0),
             saved=sides,
             temporary=large,
-            cut=outer,
+            tp_sharding=outer,
             fusible=True,
         ),
     ]

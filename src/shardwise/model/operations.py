@@ -22,19 +22,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.model.profile import Cut, Op
+from shardwise.model.profile import Op, TpSharding
 
 
-def matmul(name: str, m: int, k: int, n: int, cut: Cut = "none", *, saved: int = 0, temporary: int = 0) -> Op:
+def matmul(
+    name: str, m: int, k: int, n: int, tp_sharding: TpSharding = "none", *, saved: int = 0, temporary: int = 0
+) -> Op:
     """Linear layer over ``m`` rows with a fused bias.
 
     ``saved`` is its input, if not saved before.
     """
     flops = 2.0 * m * k * n
-    return Op(name, "matmul", m, k, n, flops=flops, saved=saved, temporary=temporary, cut=cut, weight=True)
+    return Op(
+        name, "matmul", m, k, n, flops=flops, saved=saved, temporary=temporary, tp_sharding=tp_sharding, weight=True
+    )
 
 
-def pointwise(name: str, moved: int, cut: Cut = "none", *, saved: int = 0, temporary: int = 0, launches: int = 1) -> Op:
+def pointwise(
+    name: str, moved: int, tp_sharding: TpSharding = "none", *, saved: int = 0, temporary: int = 0, launches: int = 1
+) -> Op:
     """An elementwise op that moves ``moved`` elements at compute width."""
     return Op(
         name,
@@ -43,7 +49,7 @@ def pointwise(name: str, moved: int, cut: Cut = "none", *, saved: int = 0, tempo
         launches=launches,
         saved=saved,
         temporary=temporary,
-        cut=cut,
+        tp_sharding=tp_sharding,
         fusible=True,
     )
 
@@ -62,11 +68,11 @@ def attention(name: str, rows: int, heads: int, kv_heads: int, head_dim: int, *,
         flops=flops,
         saved=saved,
         saved_fp32=heads * rows,
-        cut="heads",
+        tp_sharding="heads",
     )
 
 
-def cross_entropy(rows: int, classes: int, cut: Cut = "none") -> Op:
+def cross_entropy(rows: int, classes: int, tp_sharding: TpSharding = "none") -> Op:
     """Cross-entropy of ``rows`` × ``classes`` logits: upcast, log-softmax, NLL.
 
     See the module's docstring. Labels are 8 bytes each. Moved: the cast reads low precision and writes fp32,
@@ -83,7 +89,7 @@ def cross_entropy(rows: int, classes: int, cut: Cut = "none") -> Op:
         saved_bytes=8 * rows,
         temporary=logits,
         temporary_fp32=logits,
-        cut=cut,
+        tp_sharding=tp_sharding,
     )
 
 

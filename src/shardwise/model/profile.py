@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 OpKind = Literal["matmul", "attention", "conv", "norm", "pointwise", "embedding", "loss"]
-Cut = Literal["column", "row", "heads", "sequence", "vocab", "none"]
+TpSharding = Literal["column", "row", "heads", "sequence", "vocab", "none"]
 UnitKind = Literal["embedding", "block", "head", "other"]
 
 
@@ -44,7 +44,7 @@ class Op:
     an attention has ``heads``, ``kv_heads``, ``head_dim`` and its rows in ``m``. ``flops`` counts a multiply-add as two
     and a causal attention as the half that is computed. ``moved`` is what a memory-bound kernel reads and writes.
     ``saved`` is kept for backward, each storage counted at the first op that saves it. ``temporary`` lives only while
-    the op runs forward. ``cut`` is how tensor parallel shards it: ``column`` divides ``n``, ``row`` divides ``k``,
+    the op runs forward. ``tp_sharding`` is how tensor parallel shards it: ``column`` divides ``n``, ``row`` divides ``k``,
     ``heads`` divides the heads, ``vocab`` divides the vocabulary, ``sequence`` divides the rows (sequence parallel),
     ``none`` repeats it on every rank.
     """
@@ -67,7 +67,7 @@ class Op:
     saved_bytes: int = 0
     temporary: int = 0
     temporary_fp32: int = 0
-    cut: Cut = "none"
+    tp_sharding: TpSharding = "none"
     fusible: bool = False  # torch.compile fuses it with its neighbours
     kept_by_selective: bool = False  # selective recompute saves its output instead of recomputing it
     weight: bool = False  # backward also computes a weight gradient

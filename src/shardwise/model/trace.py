@@ -32,7 +32,7 @@ from shardwise.model.operations import cross_entropy, mark_selective
 from shardwise.model.profile import ModelProfile, Op, Unit, UnitKind, Weight
 from shardwise.model.read import clean_name, find_blocks
 from shardwise.model.trace_operations import AsOnCuda, OperationRecorder, Segment, operations, storage_key
-from shardwise.model.trace_tensor_parallel import mark_cuts, weight_dims
+from shardwise.model.trace_tensor_parallel import mark_tp_shardings, weight_dims
 
 EXAMPLE = "example_inputs"
 
@@ -232,10 +232,10 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
         result = _output(outputs)
         kept = recorder.kept | recorder.crossed | ({storage_key(result)} if result is not None else set())
         loss, classes = _loss(result, samples, given, vocab_size)
-    divisible = mark_cuts(segments)
+    divisible = mark_tp_shardings(segments)
     dims = {own[key]: dim for key, dim in weight_dims(segments).items() if key in own}
     if loss is not None and divisible:
-        loss = replace(loss, cut="vocab")
+        loss = replace(loss, tp_sharding="vocab")
     units = _units(module, blocks, segments, kept, own, samples, compute, loss, widths, dims)
     config = getattr(module, "config", None)
     longest = getattr(config, "max_position_embeddings", None)

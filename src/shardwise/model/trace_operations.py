@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.model.profile import Cut, Op, OpKind
+from shardwise.model.profile import Op, OpKind, TpSharding
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "mv", "addmv"}
 CONVOLUTIONS = {"convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "mkldnn_convolution"}
@@ -65,7 +65,7 @@ class Recorded:
     reads: set[int] = field(default_factory=set)  # storages, also those of parameters
     writes: set[int] = field(default_factory=set)
     biases: tuple[int, ...] = ()
-    cut: Cut = "none"
+    tp_sharding: TpSharding = "none"
 
 
 @dataclass(slots=True)
@@ -344,7 +344,10 @@ def operations(
     ops: list[Op] = []
     run: list[Recorded] = []
     for recorded in segment.ops:
-        if run and (recorded.kind != "pointwise" or (recorded.fusible, recorded.cut) != (run[0].fusible, run[0].cut)):
+        if run and (
+            recorded.kind != "pointwise"
+            or (recorded.fusible, recorded.tp_sharding) != (run[0].fusible, run[0].tp_sharding)
+        ):
             ops.append(_merged(run, kept, samples, compute))
             run = []
         if recorded.kind == "pointwise":
@@ -403,7 +406,7 @@ def _op(name: str, run: list[Recorded], temporary: OperationSizes, samples: int)
         saved_bytes=share(sum(recorded.saved.other_bytes for recorded in run)),
         temporary=share(temporary.narrow),
         temporary_fp32=share(temporary.fp32 + temporary.other_bytes // 4),
-        cut=run[0].cut,
+        tp_sharding=run[0].tp_sharding,
         fusible=run[0].fusible,
         **facts,
     )

@@ -11,27 +11,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from shardwise.model.profile import Cut
+from shardwise.model.profile import TpSharding
 from shardwise.model.trace_operations import Recorded, Segment
 
 State = Literal["whole", "cut"]
 
 
-def mark_cuts(segments: Sequence[Segment]) -> bool:
+def mark_tp_shardings(segments: Sequence[Segment]) -> bool:
     """Mark how operations of ``segments`` are sharded; ``False``, and no marks, on failure.
 
     Outside the blocks the first embedding and linear layers are sharded by the vocabulary, all else by the rows.
     """
     first = next((op for segment in segments for op in segment.ops if op.kind == "embedding"), None)
-    found: list[list[Cut]] = []
+    found: list[list[TpSharding]] = []
     for segment, after in zip(segments, [*segments[1:], None], strict=True):
-        cuts = None if segment.block is None else _block_cuts(segment, after.inputs if after is not None else set())
-        if cuts is None and segment.block is not None:
+        shardings = (
+            None if segment.block is None else _block_shardings(segment, after.inputs if after is not None else set())
+        )
+        if shardings is None and segment.block is not None:
             return False
-        found.append(cuts if cuts is not None else [_outside(op, first) for op in segment.ops])
-    for segment, cuts in zip(segments, found, strict=True):
-        for op, cut in zip(segment.ops, cuts, strict=True):
-            op.cut = cut
+        found.append(shardings if shardings is not None else [_outside(op, first) for op in segment.ops])
+    for segment, shardings in zip(segments, found, strict=True):
+        for op, tp_sharding in zip(segment.ops, shardings, strict=True):
+            op.tp_sharding = tp_sharding
     return any(segment.block is not None for segment in segments)
 
 
@@ -41,24 +43,24 @@ def weight_dims(segments: Sequence[Segment]) -> dict[int, int]:
     for segment in segments:
         for op in segment.ops:
             owner = op.facts.get("owner")
-            if owner is None or op.cut not in ("column", "row", "vocab"):
+            if owner is None or op.tp_sharding not in ("column", "row", "vocab"):
                 continue
             outputs_first = bool(op.facts.get("outputs_first", True))
-            dims[owner] = (0 if outputs_first else 1) if op.cut != "row" else (1 if outputs_first else 0)
-            if op.cut != "row":
+            dims[owner] = (0 if outputs_first else 1) if op.tp_sharding != "row" else (1 if outputs_first else 0)
+            if op.tp_sharding != "row":
                 dims |= dict.fromkeys(op.biases, 0)
     return dims
 
 
-def _outside(op: Recorded, first: Recorded | None) -> Cut:
+def _outside(op: Recorded, first: Recorded | None) -> TpSharding:
     if op is first or (op.kind == "matmul" and "owner" in op.facts):
         return "vocab"
     return "sequence" if op.kind in ("norm", "pointwise", "embedding") else "none"
 
 
-def _block_cuts(segment: Segment, leaves: set[int]) -> list[Cut] | None:
+def _block_shardings(segment: Segment, leaves: set[int]) -> list[TpSharding] | None:
     state: dict[int, State] = dict.fromkeys(segment.inputs, "whole")
-    cuts: list[Cut] = []
+    shardings: list[TpSharding] = []
     for op in segment.ops:
         read = {state[key] for key in op.reads if key in state}
         if len(read) > 1:
@@ -67,17 +69,17 @@ def _block_cuts(segment: Segment, leaves: set[int]) -> list[Cut] | None:
         if before is None:  # computed from constants
             if "owner" in op.facts:
                 return None
-            cuts.append("none")
+            shardings.append("none")
             continue
         result: State = before
         if op.kind in ("matmul", "conv") and "owner" in op.facts:
-            cuts.append("column" if before == "whole" else "row")
+            shardings.append("column" if before == "whole" else "row")
             result = "cut" if before == "whole" else "whole"
         elif op.kind in ("matmul", "attention"):
             if before == "whole":
                 return None
-            cuts.append("heads")
+            shardings.append("heads")
         else:
-            cuts.append("sequence" if before == "whole" else "column")
+            shardings.append("sequence" if before == "whole" else "column")
         state |= dict.fromkeys(op.writes, result)
-    return None if any(state.get(key) == "cut" for key in leaves) else cuts
+    return None if any(state.get(key) == "cut" for key in leaves) else shardings

@@ -15,7 +15,7 @@ from dataclasses import replace
 from shardwise.errors import ModelError
 from shardwise.model.architecture import Architecture
 from shardwise.model.operations import attention, cross_entropy, mark_selective, matmul, pointwise
-from shardwise.model.profile import Cut, ModelProfile, Op, Unit, Weight
+from shardwise.model.profile import ModelProfile, Op, TpSharding, Unit, Weight
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 IMAGE_FAMILIES = ("vit",)
@@ -130,7 +130,7 @@ def _norm(a: Architecture, name: str, rows: int, width: int, *, saved: int | Non
         moved=2 * elements,
         saved=elements if saved is None else saved,
         saved_fp32=rows * (1 if a.norm == "rms" else 2),
-        cut="sequence",
+        tp_sharding="sequence",
         fusible=True,
     )
 
@@ -181,8 +181,8 @@ def _attention_ops(a: Architecture, rows: int, compiled: bool, *, own_input: boo
         norm = _norm(a, "qk_norm", rows, q + kv, saved=saved_raw)
         stats = rows * (a.heads + a.kv_heads if per_head else 2) * (1 if a.norm == "rms" else 2)
         temporary = rows * (q + kv) if rope else 0
-        cut: Cut = "heads" if per_head else "none"
-        ops.append(replace(norm, saved_fp32=stats, launches=2, temporary=temporary, cut=cut))
+        tp_sharding: TpSharding = "heads" if per_head else "none"
+        ops.append(replace(norm, saved_fp32=stats, launches=2, temporary=temporary, tp_sharding=tp_sharding))
     if rope:  # cast to fp32, rotate, cast back, for queries and for keys
         turned = rows * (q + kv)
         op = pointwise("rope", 2 * turned, "heads", launches=6)
@@ -219,12 +219,20 @@ def _embedding(a: Architecture, rows: int) -> Unit:
     h = rows * a.hidden
     weights = [Weight(EMBEDDING, (a.vocab, a.hidden), tp_dim=0)]
     learned = a.positions == "learned"
-    ops = [Op("embedding", "embedding", moved=2 * h, temporary=h if learned else 0, cut="vocab")]
+    ops = [Op("embedding", "embedding", moved=2 * h, temporary=h if learned else 0, tp_sharding="vocab")]
     if learned:
         table = (a.max_seq_len or rows) + a.position_offset
         weights.append(Weight("embed_positions.weight", (table, a.hidden)))
         ops += [
-            Op("positions", "embedding", moved=2 * h, launches=2, saved_bytes=8 * rows, temporary=h, cut="sequence"),
+            Op(
+                "positions",
+                "embedding",
+                moved=2 * h,
+                launches=2,
+                saved_bytes=8 * rows,
+                temporary=h,
+                tp_sharding="sequence",
+            ),
             pointwise("embedding_sum", 3 * h, "sequence"),
         ]
     if a.embedding_norm:

@@ -87,45 +87,45 @@ def read_wiring(module: nn.Module, spec: ModelSpec, pp: int, sample: Any = None,
             "statistics over each micro batch of a pipeline, so gradients would depend on how the batch is split; use "
             "group norm or layer norm, or a strategy without +pp"
         )
-    watch, error = _look(module, spec, sample, length or SAMPLE_LENGTH, None)
-    if error is not None and not watch.problems:  # some operations have no shape rule except for bf16
+    mode, error = _look(module, spec, sample, length or SAMPLE_LENGTH, None)
+    if error is not None and not mode.problems:  # some operations have no shape rule except for bf16
         second, failed = _look(module, spec, sample, length or SAMPLE_LENGTH, torch.bfloat16)
-        watch, error = (second, None) if failed is None else (watch, error)
-    if error is not None and not watch.problems:
+        mode, error = (second, None) if failed is None else (mode, error)
+    if error is not None and not mode.problems:
         reason = (" ".join(str(error).split())[:300] or type(error).__name__) + in_layer(error, module)
         raise ModelError(
             f"{where} looks at one forward under fake tensors (which have no values), and the model does not run "
             f"there: {reason}; pass session.prepare a sample of what it takes, keep values out of its control flow, "
             "or use a strategy without +pp"
         )
-    watch.finish()
-    if watch.problems:
-        raise ModelError(*(f"{where}: {text}; use a strategy without +pp" for text in dict.fromkeys(watch.problems)))
-    return watch.wiring()
+    mode.finish()
+    if mode.problems:
+        raise ModelError(*(f"{where}: {text}; use a strategy without +pp" for text in dict.fromkeys(mode.problems)))
+    return mode.wiring()
 
 
 def _look(
     module: nn.Module, spec: ModelSpec, sample: Any, length: int, dtype: torch.dtype | None
-) -> tuple[_Watch, Exception | None]:
+) -> tuple[_WiringMode, Exception | None]:
     """Trace one forward; return its record and its exception.
 
     Floating-point tensors are ``dtype`` unless that is ``None``.
     """
-    watch, mode = _Watch(spec.blocks), FakeTensorMode(allow_non_fake_inputs=True)
+    mode, mode = _WiringMode(spec.blocks), FakeTensorMode(allow_non_fake_inputs=True)
     was = _TORCH_LOG.disabled
     _TORCH_LOG.disabled = True  # it prints the traceback of exceptions caught here
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
             warnings.simplefilter("ignore")
-            with _faked(module, watch, dtype), _hooked(module, watch):
+            with _faked(module, mode, dtype), _hooked(module, mode):
                 args, kwargs = _arguments(sample, length, dtype)
-                with torch.no_grad(), watch:
+                with torch.no_grad(), mode:
                     module(*args, **kwargs)
     except Exception as error:  # any exception of the model
-        return watch, error
+        return mode, error
     finally:
         _TORCH_LOG.disabled = was
-    return watch, None
+    return mode, None
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -148,7 +148,7 @@ class _Origin:
     parameter: str = ""
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _WiringMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that sees every operation of the forward; hooks report calls of blocks."""
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
@@ -305,48 +305,48 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _faked(module: nn.Module, watch: _Watch, dtype: torch.dtype | None) -> Iterator[None]:
+def _faked(module: nn.Module, mode: _WiringMode, dtype: torch.dtype | None) -> Iterator[None]:
     """Replace parameters and buffers by fake ones on the CPU.
 
     One for each path, also of tied parameters, to distinguish them.
     """
-    held = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    before = [(part, dict(part._parameters), dict(part._buffers)) for part in module.modules()]
     names = {id(part): name for name, part in module.named_modules()}
     try:
-        for part, parameters, buffers in held:
+        for part, parameters, buffers in before:
             for key, parameter in parameters.items():
                 if parameter is not None:
                     fake = nn.Parameter(_fake(parameter, dtype), requires_grad=parameter.requires_grad)
                     part._parameters[key] = fake
-                    watch.slots[fake] = clean_name(f"{names[id(part)]}.{key}".lstrip("."))
+                    mode.slots[fake] = clean_name(f"{names[id(part)]}.{key}".lstrip("."))
             for key, buffer in buffers.items():
                 if buffer is not None:
                     part._buffers[key] = _fake(buffer, dtype)
         yield
     finally:
-        for part, parameters, buffers in held:
+        for part, parameters, buffers in before:
             part._parameters.update(parameters)
             part._buffers.update(buffers)
 
 
 @contextlib.contextmanager
-def _hooked(module: nn.Module, watch: _Watch) -> Iterator[None]:
+def _hooked(module: nn.Module, mode: _WiringMode) -> Iterator[None]:
     """Add hooks to every block; removes them."""
     handles: list[RemovableHandle] = []
     named = {clean_name(name): part for name, part in module.named_modules()}
 
     def watch_block(index: int, block: nn.Module) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            watch.enter(index, args, kwargs)
+            mode.enter(index, args, kwargs)
 
         def after(_: nn.Module, args: Any, found: Any) -> None:
-            watch.leave(index, found)
+            mode.leave(index, found)
 
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(block.register_forward_hook(after))
 
     try:
-        for index, name in enumerate(watch.blocks):
+        for index, name in enumerate(mode.blocks):
             watch_block(index, named[name])
         yield
     finally:

@@ -78,7 +78,7 @@ def blocks_of(parameter: torch.Tensor) -> Blocks:
         ModelError: the parameter is sharded along another dim than its rows.
     """
     numel = parameter.numel()
-    axis = _cut_axis(parameter)
+    axis = _sharded_axis(parameter)
     if axis is None or not isinstance(parameter, DTensor):
         return Blocks(numel, numel)
     rows = math.ceil(parameter.shape[0] / parameter.device_mesh.shape[axis])
@@ -87,14 +87,14 @@ def blocks_of(parameter: torch.Tensor) -> Blocks:
 
 def first_element(parameter: torch.Tensor) -> int:
     """Index of the first local element in the unsharded parameter."""
-    axis = _cut_axis(parameter)
+    axis = _sharded_axis(parameter)
     if axis is None or not isinstance(parameter, DTensor):
         return 0
     coordinate = parameter.device_mesh.get_coordinate() or [0] * parameter.device_mesh.ndim
     return min(parameter.numel(), coordinate[axis] * blocks_of(parameter).chunk)
 
 
-def _cut_axis(parameter: torch.Tensor) -> int | None:
+def _sharded_axis(parameter: torch.Tensor) -> int | None:
     """Mesh axis that shards the rows of a parameter, if any."""
     if not isinstance(parameter, DTensor):
         return None
@@ -326,7 +326,7 @@ def empty_scales(parameter: torch.Tensor) -> torch.Tensor:
     """Allocate the scales of one moment, fp32, sharded as the parameter, equally many per shard."""
     blocks = blocks_of(parameter)
     here = torch.empty(blocks.each, dtype=torch.float32, device=local_of(parameter).device)
-    axis = _cut_axis(parameter)
+    axis = _sharded_axis(parameter)
     if not isinstance(parameter, DTensor):
         return here
     ranks = 1 if axis is None else parameter.device_mesh.shape[axis]

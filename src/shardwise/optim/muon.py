@@ -45,15 +45,15 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
+            trained = [p for p in group["params"] if p.grad is not None]
             keys = ("momentum_buffer",) if group["matrices"] else ("exp_avg", "exp_avg_sq")
-            for parameter in held:
+            for parameter in trained:
                 if not self.state[parameter]:
                     device = local_of(parameter).device
                     self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=device)
                     self.state[parameter] |= {key: torch.zeros_like(parameter) for key in keys}
-            states = {key: [local_of(self.state[p][key]) for p in held] for key in ("step", *keys)}
-            weights, gradients = [local_of(p) for p in held], [local_of(p.grad) for p in held]
+            states = {key: [local_of(self.state[p][key]) for p in trained] for key in ("step", *keys)}
+            weights, gradients = [local_of(p) for p in trained], [local_of(p.grad) for p in trained]
             (_step_matrices if group["matrices"] else _step_others)(weights, gradients, states, group)
         return loss
 

@@ -38,7 +38,7 @@ _SCALES = (1.0, 1e3, 1e-3)
 """Gradients of a third of the steps each: a clip or a threshold may act on some sizes only."""
 _LEAST = 1e-4
 """A difference below this share of the update is rounding."""
-_CUT = 37
+_SPLIT_PERCENT = 37
 """Percent of a flat row on one rank of a trial: within a parameter, and within a row of it."""
 _NOISE = 10.0
 """Rounding limit, in changes by gradients nudged by 1e-3.
@@ -252,32 +252,32 @@ class _Trial:
             self.gradients.append(drawn[1 : _STEPS + 1] / slope * scales.view(-1, *[1] * len(kind.shape)))
             self.nudges.append(1 + _NUDGE * drawn[_STEPS + 1 :])
 
-    def run(self, *, cut: bool = False, nudged: bool = False, only: int | None = None) -> list[torch.Tensor]:
-        """Step the stand-ins and return them: local shards if ``cut``; one ``only``, or all."""
+    def run(self, *, sharded: bool = False, nudged: bool = False, only: int | None = None) -> list[torch.Tensor]:
+        """Step the stand-ins and return them: local shards if ``sharded``; one ``only``, or all."""
         chosen = [number for number in range(len(self.kinds)) if only in (None, number)]
         made: dict[int, nn.Parameter] = {}
         for number in chosen:
             kind, start = self.kinds[number], self.starts[number]
-            made[number] = nn.Parameter(kind.place(start) if cut else start.clone())
+            made[number] = nn.Parameter(kind.place(start) if sharded else start.clone())
         memo = {key: made[number] for number in made for key in self.ids[number]}
         copied = self._copy([[p for n, p in made.items() if self.kinds[n].group == at] for at in self._places], memo)
         with _quiet(int(nudged)):
             for at in range(_STEPS):
                 for number, parameter in made.items():
                     gradient = self.gradients[number][at] * (self.nudges[number][at] if nudged else 1.0)
-                    parameter.grad = self.kinds[number].place(gradient) if cut else gradient
+                    parameter.grad = self.kinds[number].place(gradient) if sharded else gradient
                 copied.step()
         return [local_of(parameter) for parameter in made.values()]
 
-    def run_flat(self, *, cut: bool) -> list[torch.Tensor]:
-        """Step the stand-ins as flat rows: one row per group, ``cut`` somewhere, group by group."""
+    def run_flat(self, *, sharded: bool) -> list[torch.Tensor]:
+        """Step the stand-ins as flat rows: one row per group, ``sharded`` somewhere, group by group."""
         found = [start.clone() for start in self.starts]
         for group in self._places:
             mine = [number for number, kind in enumerate(self.kinds) if kind.group == group]
             if not mine:
                 continue
             row = torch.cat([self.starts[number].flatten() for number in mine])
-            split = _CUT * len(row) // 100 if cut else 0
+            split = _SPLIT_PERCENT * len(row) // 100 if sharded else 0
             ends = [(0, split), (split, len(row))] if split else [(0, len(row))]
             row = torch.cat([self._stepped_row(group, mine, begin, end) for begin, end in ends])
             for number, part in zip(mine, row.split([self.starts[n].numel() for n in mine]), strict=True):
@@ -315,12 +315,12 @@ class _Trial:
             copied.param_groups.append({**options, "params": members[at]})
         return copied
 
-    def error(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, cut: bool = False) -> float:
+    def error(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, sharded: bool = False) -> float:
         """Largest difference, relative to the update of its parameter."""
         worst = 0.0
         for kind, start, one, other in zip(self.kinds, self.starts, found, expected, strict=True):
             update = float((other - start).abs().max())
-            other = local_of(kind.place(other)) if cut else other
+            other = local_of(kind.place(other)) if sharded else other
             if update and other.numel():
                 share = float((one - other).abs().max()) / update
                 worst = max(worst, share if share == share else float("inf"))
@@ -376,7 +376,7 @@ def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, a
         )
     use = "ddp or zero1" if together else "ddp"
     try:
-        found = trial.error(trial.run(cut=True), full, cut=True)
+        found = trial.error(trial.run(sharded=True), full, sharded=True)
     except ShardwiseError as error:
         return str(error)
     except Exception as error:
@@ -402,7 +402,7 @@ def _tried_flat(optimizer: Optimizer, plan: Plan) -> str:
     trial, full, limit, together = begun
     use = "ddp or zero1" if together else "ddp"
     try:
-        found = trial.error(trial.run_flat(cut=plan.dims.world_size > 1), full)
+        found = trial.error(trial.run_flat(sharded=plan.dims.world_size > 1), full)
     except Exception as error:
         why = f"({_brief(error)}): they are one flat row, which {plan.strategy} cuts anywhere"
         return f"{name} cannot step the parameters as DeepSpeed gives them {why}; use {use}, or AdamW"

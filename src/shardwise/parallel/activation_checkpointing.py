@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import ModelError
 from shardwise.plan.plan import Recompute
 
@@ -65,12 +65,12 @@ def apply_recompute(
 
 
 def _plain_contexts() -> tuple[Any, Any]:
-    return nullcontext(), WAITS.part("recompute")
+    return nullcontext(), COMM_TIMER.part("recompute")
 
 
 def _told_contexts() -> tuple[Any, Any]:
     first, again = _selective_contexts()
-    return first, _Both(WAITS.part("recompute"), again)
+    return first, _Both(COMM_TIMER.part("recompute"), again)
 
 
 class _Both(AbstractContextManager[None]):

@@ -33,7 +33,7 @@ from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
-from shardwise.parallel.materialize import Fill, make_contiguous, send_what_ddp_cannot, settle
+from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, make_pipeline, split_stages
 from shardwise.parallel.precision import apply_autocast
@@ -123,8 +123,8 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     else:
         apply_autocast(module, plan)
         for block in () if adapters is None else blocks.values():
-            settle(block, device, fill)
-        settle(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
+            materialize_unit(block, device, fill)
+        materialize_unit(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
         send_what_ddp_cannot(module)
         if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
             make_contiguous(module, gaps_only=True)
@@ -254,12 +254,12 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         for group, fresh in zip(optimizer.param_groups, adopted, strict=True):
             group["params"] = [*(p for p in group["params"] if p.requires_grad), *fresh]
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    cuts_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
-    if refill and not cuts_state:
+    shards_state = plan.parsed.base == "zero1" and plan.parsed.engine == "torch"
+    if refill and not shards_state:
         begin = optimizer.defaults["initial_accumulator_value"]
         groups = [{**group} for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
-    return shard_optimizer(optimizer) if cuts_state else optimizer
+    return shard_optimizer(optimizer) if shards_state else optimizer
 
 
 def _drop_fresh_sums(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.errors import ModelError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
@@ -138,11 +138,11 @@ def with_stages(plan: Plan, wiring: Wiring | None) -> Plan:
     return plan.model_copy(update={"stage_blocks": counts})
 
 
-def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
+def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> ShardPlacement:
     """Return how parameters are placed, for estimates of a rank's memory."""
     wiring, shard_dim = decision.wiring, decision.layout.shard_dim if decision.layout is not None else {}
     if wiring is None:
-        return Parts(shard_dim)
+        return ShardPlacement(shard_dim)
     ranks, counts = stage_ranks(plan), with_stages(plan, wiring).stage_blocks or ()
     stage_of = {block: stage for stage, block in zip(_stage_numbers(counts), spec.blocks, strict=True)}
     names: list[set[str]] = [set() for _ in range(plan.dims.pp)]
@@ -153,7 +153,7 @@ def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> Parts:
         stages |= {len(ranks) - 1} if every & wiring.after else set()
         for stage in stages or {len(ranks) - 1}:
             names[ranks[stage]].add(parameter.name)
-    return Parts(shard_dim, tuple(frozenset(held) for held in names))
+    return ShardPlacement(shard_dim, tuple(frozenset(stage_names) for stage_names in names))
 
 
 def _stage_numbers(counts: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.parallel.ownership import StageOwnership
 
 
@@ -24,14 +24,16 @@ def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
             waiting.setdefault((gradient.device_mesh, gradient.dtype), []).append((parameter, gradient))
-    for held in waiting.values():
-        mesh, placements = held[0][1].device_mesh, held[0][1].placements
-        flat = torch.cat([gradient.to_local().flatten() for _, gradient in held])
+    for group in waiting.values():
+        mesh, placements = group[0][1].device_mesh, group[0][1].placements
+        flat = torch.cat([gradient.to_local().flatten() for _, gradient in group])
         for axis, placement in enumerate(placements):
             if isinstance(placement, Partial):
-                with WAITS.part("exposed_tp"):
+                with COMM_TIMER.part("exposed_tp"):
                     dist.all_reduce(flat, group=mesh.get_group(axis))
-        for (parameter, gradient), part in zip(held, flat.split([g.to_local().numel() for _, g in held]), strict=True):
+        for (parameter, gradient), part in zip(
+            group, flat.split([g.to_local().numel() for _, g in group]), strict=True
+        ):
             full = tuple(Replicate() if isinstance(p, Partial) else p for p in gradient.placements)
             local = part.view_as(gradient.to_local())
             parameter.grad = DTensor.from_local(
@@ -66,7 +68,7 @@ def global_norm(
     if mine:
         norms = torch.stack(torch._foreach_norm(mine, 2.0))  # stacked: hundreds of numbers would be as many copies
         total += norms.to(total.device, torch.float64).square().sum()
-    with WAITS.part("control"):
+    with COMM_TIMER.part("control"):
         dist.all_reduce(total)
     return total.sqrt()
 

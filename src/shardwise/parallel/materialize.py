@@ -37,7 +37,7 @@ Fill = Callable[[nn.Module], None]
 """Function that fills a unit, whose parameters have memory, with its frozen weights."""
 
 
-def settle(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:
+def materialize_unit(unit: nn.Module, device: torch.device, fill: Fill | None, *, broadcast: bool = True) -> None:
     """Materialize a unit with or without adapters; quantize its base before sharding."""
     from shardwise.parallel.lora.adapters import set_magnitudes
 

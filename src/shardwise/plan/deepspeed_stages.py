@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shardwise.errors import PlanError
 from shardwise.plan.plan import Plan
 
-Place = Literal["device", "cpu", "nvme"]
+Location = Literal["device", "cpu", "nvme"]
 
 REDUCE_BUCKET = 50_000_000  # elements that DeepSpeed reduces together: 200 MB in fp32 (its own default is 2 GB)
 GATHER_BUCKET = 50_000_000  # elements that ZeRO-1 and 2 gather together after the update
@@ -36,14 +36,14 @@ def zero_stage(plan: Plan) -> int:
     return stage
 
 
-def optimizer_place(plan: Plan) -> Place:
+def optimizer_place(plan: Plan) -> Location:
     """Return the storage of fp32 weights and optimizer state."""
     if plan.parsed.nvme:
         return "nvme"
     return "cpu" if plan.parsed.offload else "device"
 
 
-def parameter_place(plan: Plan) -> Place:
+def parameter_place(plan: Plan) -> Location:
     """Return the storage of the compute parameters.
 
     Host memory with ``+offload+nvme``, else the drive.

@@ -214,14 +214,16 @@ def stage_problems(plan: Plan) -> list[str]:
 
 def chunk_problems(plan: Plan) -> list[str]:
     """Return why the requested chunked loss is not possible."""
-    strategy, dims, asked = plan.parsed, plan.dims, f"loss_chunks {plan.loss_chunks}"
+    strategy, dims, requested = plan.parsed, plan.dims, f"loss_chunks {plan.loss_chunks}"
     fix = "set loss_chunks to 1, or use ddp, zero1, zero2, fsdp or hsdp"
     if strategy.engine != "torch":
-        return [f"{asked} is not for {strategy}, whose engine runs the head by itself; {fix}"]
+        return [f"{requested} is not for {strategy}, whose engine runs the head by itself; {fix}"]
     if max(strategy.tp, dims.tp) > 1:
-        return [f"{asked}: under {strategy} the head is sharded, and loss_parallel shards the logits with it; {fix}"]
+        return [
+            f"{requested}: under {strategy} the head is sharded, and loss_parallel shards the logits with it; {fix}"
+        ]
     if max(strategy.pp, dims.pp) > 1:
-        return [f"{asked}: under {strategy} the last stage must return its logits; {fix}"]
+        return [f"{requested}: under {strategy} the last stage must return its logits; {fix}"]
     return []
 
 
@@ -249,20 +251,24 @@ def engine_problems(plan: Plan) -> list[str]:
 
 def in_backward_problems(plan: Plan) -> list[str]:
     """Return why the optimizer cannot step parameters during the backward, where requested."""
-    strategy, dims, asked = plan.parsed, plan.dims, "optimizer_in_backward"
+    strategy, dims, requested = plan.parsed, plan.dims, "optimizer_in_backward"
     wrong = []
     if plan.grad_accum > 1:
-        wrong.append(f"{asked} steps after one backward, but grad_accum is {plan.grad_accum}; set grad_accum to 1")
+        wrong.append(f"{requested} steps after one backward, but grad_accum is {plan.grad_accum}; set grad_accum to 1")
     if plan.precision == "fp16":
-        wrong.append(f"{asked} steps before fp16's scaler has seen all gradients; use precision bf16")
+        wrong.append(f"{requested} steps before fp16's scaler has seen all gradients; use precision bf16")
     if strategy.engine != "torch":
-        wrong.append(f"{asked} is not for {strategy}, whose engine steps by itself; use zero2, fsdp or hsdp")
+        wrong.append(f"{requested} is not for {strategy}, whose engine steps by itself; use zero2, fsdp or hsdp")
     elif dims.tp * dims.pp > 1 or strategy.tp * strategy.pp > 1:
-        wrong.append(f"{asked}: under {strategy} gradients are final only after the backward; use zero2, fsdp or hsdp")
+        wrong.append(
+            f"{requested}: under {strategy} gradients are final only after the backward; use zero2, fsdp or hsdp"
+        )
     elif strategy.base == "zero1":
-        wrong.append(f"{asked}: under zero1 ranks send each other full parameters after the step; use zero2 or fsdp")
+        wrong.append(
+            f"{requested}: under zero1 ranks send each other full parameters after the step; use zero2 or fsdp"
+        )
     elif not strategy.shards_parameters and dims.dp * dims.cp > 1:
-        wrong.append(f"{asked}: under {strategy} ranks reduce gradients in buckets, later; use zero2, fsdp or hsdp")
+        wrong.append(f"{requested}: under {strategy} ranks reduce gradients in buckets, later; use zero2, fsdp or hsdp")
     return wrong
 
 

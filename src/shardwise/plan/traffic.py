@@ -67,11 +67,11 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     """
     dims, moved = plan.dims, data_traffic(plan)
     narrow = itemsize_of(plan.precision)
-    cut, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
-    gradients = profile.num_trainable * GRADIENT_BYTES / cut
+    model_ways, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
+    gradients = profile.num_trainable * GRADIENT_BYTES / model_ways
     found: dict[str, float] = {}
     if moved.ranks > 1:
-        weights = _gathered(profile, narrow) / cut
+        weights = _gathered(profile, narrow) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas

@@ -137,7 +137,7 @@ class DriftRecorder:
             return
         mine = {one.name: [one.team, one.slot, *self._detail(one)] for one in checked if one.slot in apart}
         everyone = [json.loads(text) for text in gather_text(json.dumps(mine), self._session.ranks)]
-        self._tell(everyone)
+        self._report(everyone)
 
     # sums
 
@@ -162,7 +162,7 @@ class DriftRecorder:
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
         return self._totals[replica.name], [float(part.double().norm()) for part in flat.chunk(_BLOCKS)]
 
-    def _tell(self, everyone: list[dict[str, list[Any]]]) -> None:
+    def _report(self, everyone: list[dict[str, list[Any]]]) -> None:
         session = self._session
         assert session is not None
         found: dict[str, tuple[int, int, int, bool]] = {}
@@ -174,8 +174,8 @@ class DriftRecorder:
                 if total != everyone[other][name][2]:
                     far = healed or _far(sizes, everyone[other][name][3])
                     found.setdefault(name, (slot, other, rank, far))
-        weights = {name: told for name, told in found.items() if told[0]}
-        far_apart = {name: told for name, told in weights.items() if told[3]}
+        weights = {name: entry for name, entry in found.items() if entry[0]}
+        far_apart = {name: entry for name, entry in weights.items() if entry[3]}
         if far_apart:
             raise ReceiptError(
                 f"by step {self._step}, weights have drifted apart that {session.plan.strategy} keeps alike on all "
@@ -185,14 +185,14 @@ class DriftRecorder:
             )
         self._warn(weights, "weights differ in their last digits, as ranks round differently (threads, devices)")
         self._warn(
-            {name: told for name, told in found.items() if not told[0]},
+            {name: entry for name, entry in found.items() if not entry[0]},
             "buffers have drifted apart: a forward changes them by the samples of its rank, so the gradient is not "
             "that of one process, and a checkpoint stores those of one rank; average them over the ranks "
             "(torch.distributed.all_reduce) where they are changed, or freeze them",
         )
 
     def _warn(self, found: dict[str, tuple[int, int, int, bool]], text: str) -> None:
-        fresh = {name: told for name, told in found.items() if name not in self.warned}
+        fresh = {name: entry for name, entry in found.items() if name not in self.warned}
         self.warned.update(fresh)
         if fresh and self._session is not None and self._session.ranks.is_main:
             logging.getLogger("shardwise").warning(f"by step {self._step}, {_names(fresh)}: {text}")
@@ -235,16 +235,16 @@ def replicas_of(session: Session) -> list[Replica]:
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set and _summable(buffer):
                 found.append(Replica(clean_name(name), 0, here, trained=False, num_elements=buffer.numel()))
     for name, parameter in module.named_parameters() if session.applied.engine is None else ():
-        cut = _cut(parameter)
-        if cut is not None and _summable(parameter):
-            axes, stand = cut
+        sharding = _sharding_of(parameter)
+        if sharding is not None and _summable(parameter):
+            axes, stand = sharding
             slot = slots.setdefault(axes, min(len(slots) + 1, _SLOTS - 1))
             team = f"{here if 'tp' not in axes else place.pp} {stand}"
             found.append(Replica(clean_name(name), slot, team, parameter.requires_grad, parameter.numel()))
     return found
 
 
-def _cut(parameter: torch.Tensor) -> tuple[str, str] | None:
+def _sharding_of(parameter: torch.Tensor) -> tuple[str, str] | None:
     """Return the axes of a parameter's mesh and this rank's position on the sharding ones.
 
     ``None`` if no other rank
@@ -253,11 +253,11 @@ def _cut(parameter: torch.Tensor) -> tuple[str, str] | None:
     if not isinstance(parameter, DTensor):
         return "", ""
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    cut = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if all(axis in cut or mesh.size(axis) == 1 for axis in range(mesh.ndim)):
+    sharding = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if all(axis in sharding or mesh.size(axis) == 1 for axis in range(mesh.ndim)):
         return None
     place = list(mesh.get_coordinate() or ())
-    return " ".join(names), str([(names[axis], place[axis]) for axis in cut])
+    return " ".join(names), str([(names[axis], place[axis]) for axis in sharding])
 
 
 def _summable(tensor: torch.Tensor) -> bool:
@@ -294,5 +294,5 @@ def _far(mine: list[float], other: list[float]) -> bool:
 
 
 def _names(found: dict[str, tuple[int, int, int, bool]]) -> str:
-    told = [f"'{name}' (ranks {one} and {other} differ)" for name, (_, one, other, _) in list(found.items())[:3]]
-    return ", ".join(told) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    entry = [f"'{name}' (ranks {one} and {other} differ)" for name, (_, one, other, _) in list(found.items())[:3]]
+    return ", ".join(entry) + (f" and {len(found) - 3} more" if len(found) > 3 else "")

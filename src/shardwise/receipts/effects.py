@@ -66,9 +66,9 @@ class EffectsRecorder:
     """
 
     def __init__(
-        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, told: tuple[Line, ...] = ()
+        self, on_receipt: Callable[[Receipt], None] | None = None, *, strict: bool = True, notes: tuple[Line, ...] = ()
     ) -> None:
-        self.told = told
+        self.notes = notes
         self.more: list[LineSource] = []
         self.receipt: Receipt | None = None
         self._on_receipt = on_receipt
@@ -105,18 +105,18 @@ class EffectsRecorder:
         """Stop recording, compare, and report."""
         if self._watch is None:
             return
-        watch = self._watch
+        recorder = self._watch
         self._stop_recording()
         skipped = _skipped(session, self._scale)
         if all(skipped):
             return
         if session.applied.engine is not None:
-            own = [*engine_lines(session, step, watch, self._gradients)]
+            own = [*engine_lines(session, step, recorder, self._gradients)]
         else:
-            own = effects_lines(session, step, watch)
+            own = effects_lines(session, step, recorder)
         lines = [*own, *sample_lines(session, step.micros, self._before)]
         lines += tied_lines(session)
-        lines += [*replica_lines(session), *self.told]
+        lines += [*replica_lines(session), *self.notes]
         lines += [line for source in self.more for line in source.lines(session, step)]
         if any(skipped):
             found = f"rank {', '.join(str(rank) for rank, skips in enumerate(skipped) if skips)} alone"
@@ -167,17 +167,17 @@ def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
     return Receipt(title=title, lines=tuple(merged))
 
 
-def effects_lines(session: Session, step: Step, watch: StepRecorder) -> list[Line]:
+def effects_lines(session: Session, step: Step, recorder: StepRecorder) -> list[Line]:
     """Return every line that this rank can check alone."""
     return [
         *_batch_lines(session, step),
-        *_dtype_lines(session, watch),
+        *_dtype_lines(session, recorder),
         *_share_lines(session),
-        *traffic_lines(session, step, watch),
-        *structure_lines(session, step, watch.forwards),
-        *option_lines(session, step, watch),
+        *traffic_lines(session, step, recorder),
+        *structure_lines(session, step, recorder.forwards),
+        *option_lines(session, step, recorder),
         *offload_lines(session),
-        *stepping_lines(session, watch.optimizer),
+        *stepping_lines(session, recorder.optimizer),
         *adapter_lines(session),
     ]
 
@@ -192,8 +192,8 @@ def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
     yield Line(name="micro batches per step", planned=str(planned), found=str(found), ok=ok)
 
 
-def _dtype_lines(session: Session, watch: StepRecorder) -> Iterator[Line]:
-    plan, spec, module, recorder = session.plan, used_spec(session), session.module, watch.recorder
+def _dtype_lines(session: Session, recorder: StepRecorder) -> Iterator[Line]:
+    plan, spec, module, recorder = session.plan, used_spec(session), session.module, recorder.recorder
     own = ", ".join(sorted({p.dtype for p in spec.parameters}))
     trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
     yield _same("parameter dtype", own, state.dtypes(_planned(session)))
@@ -202,7 +202,7 @@ def _dtype_lines(session: Session, watch: StepRecorder) -> Iterator[Line]:
         narrow = {lower} if lower else _computed(plan, spec, recorder.matmul_dtypes)
         casts = plan.precision == "fp32" or plan.parsed.shards_parameters
         yield compute_line(narrow, recorder, casts_weights=casts)
-    early, late = watch.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
+    early, late = recorder.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
     yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
     reducing = {item.dtype for item in recorder.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:

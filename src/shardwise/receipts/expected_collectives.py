@@ -50,20 +50,20 @@ class Tally:
 
 
 def model_parallel_traffic(
-    session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder
+    session: Session, spec: ModelSpec, micros: Sequence[Micro], recorder: StepRecorder
 ) -> dict[str, Traffic]:
     """Return every collective of a step on this rank, whose part of the model is ``spec``.
 
     The width of the hidden state is observed where it enters a block, as is whether the loss is this package's own.
     """
     tally, plan, decision = Tally(), session.plan, session.applied.decision
-    facts = _Facts(session, spec, micros, watch)
+    facts = _Facts(session, spec, micros, recorder)
     if decision is not None and decision.layout is not None:
         _tensor(tally, facts, decision.layout)
-        if watch.logits and decision.layout.logits is not None:
-            _loss(tally, facts, watch.recorder.collectives)
+        if recorder.logits and decision.layout.logits is not None:
+            _loss(tally, facts, recorder.recorder.collectives)
     if decision is not None and decision.context is not None:
-        _context(tally, facts, decision.context.sites, watch)
+        _context(tally, facts, decision.context.sites, recorder)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
     return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
@@ -72,9 +72,9 @@ def model_parallel_traffic(
 class _Facts:
     """Facts of a step that all axes need."""
 
-    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], watch: StepRecorder) -> None:
-        self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, watch.forwards
-        self.width = max(watch.widths, default=0)
+    def __init__(self, session: Session, spec: ModelSpec, micros: Sequence[Micro], recorder: StepRecorder) -> None:
+        self.session, self.spec, self.plan, self.forwards = session, spec, session.plan, recorder.forwards
+        self.width = max(recorder.widths, default=0)
         self.batches = number = len(micros)
         known = tokens_of(micros)
         if self.forwards.number not in (0, number):  # unusual number of model calls: each counts as one
@@ -107,19 +107,19 @@ def _tensor(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     """Add regions of each block, the embedding, the head, split sequences and partial gradients."""
     counter = TpTrafficCounter(tally, facts, layout)
     ways: set[str] = set()
-    for name, cut in layout.modules.items():
-        if not facts.is_here(name, list(cut.local)):
+    for name, shard in layout.modules.items():
+        if not facts.is_here(name, list(shard.local)):
             continue
         block = facts.block_of(name)
-        if cut.kind == "rowwise":
+        if shard.kind == "rowwise":
             counter.sums(block)
-        elif cut.kind == "embedding":
+        elif shard.kind == "embedding":
             counter.lookup()
-        elif cut.kind == "colwise_gather":
+        elif shard.kind == "colwise_gather":
             counter.add("all_gather", chunk(layout.vocab, counter.ranks, 0)[1] * counter.ranks)
-        if cut.kind in ("colwise", "colwise_gather", "colwise_loss") and cut.group:
-            ways.add(cut.group)
-        for key, local in cut.local.items():
+        if shard.kind in ("colwise", "colwise_gather", "colwise_loss") and shard.group:
+            ways.add(shard.group)
+        for key, local in shard.local.items():
             if local.uses and local.dim is not None and f"{name}.{key}" in facts.names:
                 counter.exchange(name, key, local, block)
     for module, entries in layout.entries.items():
@@ -203,8 +203,8 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     """Add partial gradients: FSDP2 sums each, else all are summed together."""
     partial: dict[str, ParameterSpec] = {}
     specs = {name: p for p in facts.spec.parameters for name in (p.name, *p.aliases)}
-    for name, cut in layout.modules.items():
-        for key, local in cut.local.items():
+    for name, shard in layout.modules.items():
+        for key, local in shard.local.items():
             full = f"{name}.{key}"
             if local.partial and full in facts.names and full in specs and specs[full].trainable:
                 partial[specs[full].name] = specs[full]
@@ -237,7 +237,7 @@ def _loss(tally: Tally, facts: _Facts, collectives: Sequence[Collective]) -> Non
         tally.add("all_reduce", "tp", (0, 8 * number), (0, 8 * num_bytes))
 
 
-def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepRecorder) -> None:
+def _context(tally: Tally, facts: _Facts, sites: Sequence[str], recorder: StepRecorder) -> None:
     """Add two exchanges for each attention, forward and backward.
 
     Their bytes depend on its heads.
@@ -247,7 +247,7 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str], watch: StepRecor
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
     if (here < len(sites) and not facts.spec.blocks) or not facts.forwards.one_each(facts.spec.blocks):
-        number = watch.exchanged // (2 if facts.again else 1)
+        number = recorder.exchanged // (2 if facts.again else 1)
     more = 2 * number if facts.again else 0
     least = (4 * number if facts.trained else 2 * number) + (more if facts.again_least else 0)
     tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))
@@ -257,8 +257,8 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
     """Add hidden states and gradients between stages, per micro batch, for any schedule."""
     plan, stages = facts.plan, sorted(planned_stages(facts.session))
     last = plan.dims.pp * plan.virtual_stages - 1
-    cut = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
-    low, high = facts.bytes(facts.tokens // cut * facts.width)
+    shard = plan.dims.tp if plan.sequence_parallel and plan.dims.tp > 1 else 1
+    low, high = facts.bytes(facts.tokens // shard * facts.width)
     number = len(facts.micros)
     shapes = len(set(facts.micros)) if facts.known else number
     for stage in stages:
@@ -268,9 +268,14 @@ def _pipeline(tally: Tally, facts: _Facts) -> None:
             forward_sends, least = other > stage, number if facts.trained else 0
             for name, is_forward in (("send", forward_sends), ("recv", not forward_sends)):
                 fewest = number if is_forward else least
-                told = shapes if is_forward else 0  # the first message includes the shape
+                shape_messages = shapes if is_forward else 0  # the first message includes the shape
                 share = fewest / number
-                tally.add(name, "pp", (fewest, number + told), (int(low * share), high + told * MESSAGE_BYTES))
+                tally.add(
+                    name,
+                    "pp",
+                    (fewest, number + shape_messages),
+                    (int(low * share), high + shape_messages * MESSAGE_BYTES),
+                )
     _shared(tally, facts, first=0 in stages, last=last in stages)
 
 

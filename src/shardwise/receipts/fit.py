@@ -54,16 +54,16 @@ class FitRecorder:
         self._seen += 1
         if self._seen < PEAK_STEP or self._final or not self._complete(session):
             return
-        watch = peak_watch(session.device)
-        if watch.start(session):
-            self._watch = watch
+        recorder = peak_watch(session.device)
+        if recorder.start(session):
+            self._watch = recorder
         self._blind = any(row[0] for row in gather_ints([int(self._watch is None)], session.ranks))
 
     def on_gradients(self, session: Session, step: Step) -> None:
         """Measure an engine's gradients, which are gone at the end of the step."""
         engine = session.applied.engine
         if engine is not None and not self._final:
-            self._gradients = state.local_bytes(engine.held().gradients)
+            self._gradients = state.local_bytes(engine.local_tensors().gradients)
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Use a later step instead."""
@@ -73,8 +73,8 @@ class FitRecorder:
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """Measure, and report."""
-        watch, self._watch = self._watch, None
-        peaks = watch.stop(session, step) if watch is not None else None
+        recorder, self._watch = self._watch, None
+        peaks = recorder.stop(session, step) if recorder is not None else None
         if self._final or self._seen < PROBED_STEP:
             return
         if peaks is not None and not self._blind:
@@ -96,7 +96,7 @@ class FitRecorder:
         trained = (p for p in session.module.parameters() if p.requires_grad)
         unused = any(p.grad is None and id(p) not in stepped for p in trained)
         lines = [
-            *self._exact_lines(fullest, told=session.scaler is not None or unused, engine=engine is not None),
+            *self._exact_lines(fullest, lenient=session.scaler is not None or unused, engine=engine is not None),
             *self._told_lines(session),
             *self._device_lines(fullest),
         ]
@@ -112,12 +112,12 @@ class FitRecorder:
         mine = any(True for _ in state.optimizer_tensors(session.optimizer))
         return any(row[0] for row in gather_ints([int(mine)], session.ranks))
 
-    def _exact_lines(self, found: Measurement, *, told: bool, engine: bool) -> Iterator[Line]:
+    def _exact_lines(self, found: Measurement, *, lenient: bool, engine: bool) -> Iterator[Line]:
         """Compare to the byte under PyTorch; an engine's alignment and buffers are only reported."""
         for name in EXACT:
             planned, seen = getattr(self._estimate, name), getattr(found, name)
             ok: bool | None = planned == seen
-            if planned is None or engine or (told and name != "parameters" and seen < planned):
+            if planned is None or engine or (lenient and name != "parameters" and seen < planned):
                 ok = None  # unknown optimizer, fp16's scaler has skipped every step, or unused parameters
             ratio = f" ({seen / planned:.2f} × plan)" if engine and planned else ""
             yield Line(name=name, planned=bytes_text(planned), found=f"{bytes_text(seen)}{ratio}", ok=ok)
@@ -133,7 +133,7 @@ class FitRecorder:
         planned = None if None in parts else sum(part or 0 for part in parts)
         name = "activations, logits, narrow weights" if narrow else "activations, logits"
         bound = "not predicted" if planned is None else f"≤ {bytes_text(planned)}"  # each at its own peak
-        saved = self._told(name, None, peaks.saved if peaks is not None else None)
+        saved = self._unjudged(name, None, peaks.saved if peaks is not None else None)
         changes = {"planned": bound, "found": _MIXED} if pipelined and peaks is not None else {"planned": bound}
         yield saved.model_copy(update=changes)
         brief = estimate.temporaries + (0 if narrow else estimate.buffers)
@@ -143,16 +143,16 @@ class FitRecorder:
         early = session.plan.optimizer_in_backward
         for phase in (phase for phase in PHASES if not (early and phase == "optimizer")):
             if not pipelined or phase == "optimizer":
-                yield self._told(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
+                yield self._unjudged(f"peak in {phase}", by_phase.get(phase), allocated.get(phase))
             elif phase == "backward":
                 both = [by_phase[name] for name in ("forward", "backward") if name in by_phase]
-                yield self._told("peak in forward and backward", max(both, default=None), allocated.get(phase))
+                yield self._unjudged("peak in forward and backward", max(both, default=None), allocated.get(phase))
         full = estimate.device_bytes if estimate.allocated is None else estimate.allocated
-        yield self._told("peak allocated", full, max(allocated.values(), default=None))
+        yield self._unjudged("peak allocated", full, max(allocated.values(), default=None))
         if session.device.type == "cuda":
-            yield self._told("peak reserved", estimate.reserved, max(reserved.values(), default=None))
+            yield self._unjudged("peak reserved", estimate.reserved, max(reserved.values(), default=None))
 
-    def _told(self, name: str, planned: int | None, found: int | None) -> Line:
+    def _unjudged(self, name: str, planned: int | None, found: int | None) -> Line:
         text = bytes_text(found)
         if found is None:
             text = _UNSEEN if self._blind else _NEVER
@@ -163,7 +163,7 @@ class FitRecorder:
 
     def _device_lines(self, found: Measurement) -> Iterator[Line]:
         if self.peaks is not None and self.peaks.device is not None:
-            yield self._told("taken of the device", self._estimate.device, self.peaks.device)
+            yield self._unjudged("taken of the device", self._estimate.device, self.peaks.device)
         yield Line(
             name="process peak (with libraries)", planned="not predicted", found=bytes_text(found.process_peak), ok=None
         )

@@ -138,7 +138,7 @@ def heads(session: Session) -> Iterator[nn.Module]:
     layout = None if decision is None else decision.layout
     if layout is None:
         return
-    names = {name for name, cut in layout.modules.items() if cut.kind in ("colwise_gather", "colwise_loss")}
+    names = {name for name, shard in layout.modules.items() if shard.kind in ("colwise_gather", "colwise_loss")}
     for name, part in session.module.named_modules():
         if clean_name(name) in names and any(p is not None for p in part._parameters.values()):
             yield part

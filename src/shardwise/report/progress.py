@@ -138,5 +138,5 @@ class ProgressReporter:
 
 def label_metrics(found: dict[str, float]) -> str:
     """Format held-out metrics of labels: ``loss 0.1234, accuracy 97.5 %``."""
-    told = {name: f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}" for name, value in found.items()}
-    return ", ".join(f"{name} {value}" for name, value in told.items())
+    texts = {name: f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}" for name, value in found.items()}
+    return ", ".join(f"{name} {value}" for name, value in texts.items())

@@ -12,7 +12,7 @@ from shardwise.diagnosis.finding import Finding
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.profiler.summary import TraceSummary, bound_of
 from shardwise.measure.profiler.trace_text import rate_text, short_time, words
-from shardwise.measure.step_time.timing import NAMES, PARTS, Timing
+from shardwise.measure.step_time.timing import NAMES, PHASES, Timing
 from shardwise.model.facts import ModelSpec
 from shardwise.receipts.receipt import Receipt
 from shardwise.search.choose import Choice
@@ -82,7 +82,7 @@ def timing_table(timing: Timing) -> Table:
     table.add_column("part", no_wrap=True)
     for column in ("a step", "share", "least", "most", "on"):
         table.add_column(column, justify="right")
-    for part in PARTS:
+    for part in PHASES:
         found = timing.parts.get(part)
         if found is not None:
             several = timing.world_size > 1
@@ -155,8 +155,8 @@ def operations_table(summary: TraceSummary, peak_flops: float | None = None, byt
 
 def _print_data(corpus: TaskData, console: Console, config: Config) -> None:
     if isinstance(corpus, RowData):
-        told = [f"task {corpus.task}", *(corpus.facts or {}).get("told", [])]
-        for number, line in enumerate(told):
+        notes = [f"task {corpus.task}", *(corpus.facts or {}).get("told", [])]
+        for number, line in enumerate(notes):
             console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
         return
     receipt = data_receipt(corpus, config)

@@ -44,10 +44,10 @@ def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") 
     Raises:
         PlanError: they were measured on a different cluster.
     """
-    told = check_calibration(links, cluster, processor=processor_name(), name=name)
+    notes = check_calibration(links, cluster, processor=processor_name(), name=name)
     if cluster.device == "cpu":
         return ["--calibration has no effect on this plan: how fast a CPU computes is unknown, and so is every time"]
-    return [f"times are over {links.says()}", *told]
+    return [f"times are over {links.says()}", *notes]
 
 
 def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) -> Costs:
@@ -73,8 +73,8 @@ def _over(links: CalibrationFile, cluster: ClusterSpec) -> Costs:
 
     def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
         time = plain.step_time(profile, plan, workload, cluster)
-        told = "; ".join(part for part in (time.calibrated, links.says()) if part)
-        return time.model_copy(update={"calibrated": told})
+        notes = "; ".join(part for part in (time.calibrated, links.says()) if part)
+        return time.model_copy(update={"calibrated": notes})
 
     return replace(plain, step_time=step_time, links_known=covers(links, cluster))
 
@@ -110,7 +110,7 @@ def corrected_time(time: StepTime, correction: Correction | None) -> StepTime:
     if ratio is None:
         return time
     note = f"step time × {ratio.median:.3f}: the median of {ratio.count} runs on this machine"
-    told = "; ".join(part for part in (time.calibrated, note) if part)
+    notes = "; ".join(part for part in (time.calibrated, note) if part)
     moved = {name: getattr(time, name) * ratio.median for name in SECONDS}
     rates = {name: value / ratio.median for name in RATES if (value := getattr(time, name)) is not None}
-    return time.model_copy(update={**moved, **rates, "calibrated": told})
+    return time.model_copy(update={**moved, **rates, "calibrated": notes})

@@ -51,9 +51,9 @@ class RunRecorder:
         data = job.config.data
         corpus = open_data(job.corpus)
         joined = isinstance(corpus, Corpus) and job.config.packing(corpus.kind) == "joined"
-        told = (packed_line(mask_borders=data.mask_borders),) if joined else ()
+        notes = (packed_line(mask_borders=data.mask_borders),) if joined else ()
         self.effects, self.fit, self.work = (
-            EffectsRecorder(told=told),
+            EffectsRecorder(notes=notes),
             FitRecorder(job.estimate),
             FlopsRecorder(axis_of),
         )
@@ -78,16 +78,16 @@ class RunRecorder:
         if parts is not None:
             self.effects.more.append(TrainingLines(self.job.config, parts))
         if isolation is not None:
-            self.effects.told += (isolation_line(isolation),)
+            self.effects.notes += (isolation_line(isolation),)
         if session.ranks.is_main:
             self.trackers = open_trackers(self.job.config, session.steps_done, self.log)
         if self.sampler is not None:
             self.sampler.start()
         self.host.restart()
 
-    def told(self) -> dict[str, Any]:
+    def notes(self) -> dict[str, Any]:
         """Return additional values for a logged line, on rank 0."""
-        return self.attribution.told()
+        return self.attribution.notes()
 
     def wrote(self, line: dict[str, Any]) -> None:
         """Handle a written line of metrics, on rank 0; that of a checkpoint is stored."""

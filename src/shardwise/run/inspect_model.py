@@ -58,7 +58,7 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
         spec = quantized_spec(spec, linear_layers(base))
     check_model(spec, draft)
     workload = workload_for(module, config.optimizer, draft.device)
-    told = _activations(config, draft, spec, factory, data)
+    activations = _activations(config, draft, spec, factory, data)
     own = row_task(config) is not None
     profile = traced_profile(
         base,
@@ -68,10 +68,10 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
         device=draft.device,
         inputs=example_inputs_of(data, config, 1) if own else None,
     )
-    told["average"] = config.train.ema_decay > 0
+    activations["average"] = config.train.ema_decay > 0
     if own and profile is not None:  # parts work on other lengths; no chunks of logits either
         profile = replace(profile, seq_len=None, vocab_size=None)
-    return ModelInspection(module, spec, profile, workload.model_copy(update=told))
+    return ModelInspection(module, spec, profile, workload.model_copy(update=activations))
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shardwise.cost.link_calibration import CalibrationFile
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.memory.estimate_memory import Parts
+from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.cost.time.step_time import StepTime
 from shardwise.environment import visible_devices
 from shardwise.hardware.cluster import ClusterSpec, detect
@@ -122,7 +122,7 @@ def prepare_job(
     nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
     cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
-    links, told = (None, []) if calibration is None else read_links(calibration, cluster)
+    links, notes = (None, []) if calibration is None else read_links(calibration, cluster)
     check_model_path(config)
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
@@ -143,7 +143,7 @@ def prepare_job(
         command=tuple(command),
         **foreseen(asked, choice.plan, cluster, config),
     )
-    return PreparedJob(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(told))
+    return PreparedJob(job=job, choice=choice, spec=spec, cluster=cluster, corpus=corpus, notes=tuple(notes))
 
 
 def check_drive(plan: Plan, spec: ModelSpec, cluster: ClusterSpec, asked: Asked) -> None:
@@ -258,7 +258,7 @@ def choose_plan(
         sample = example_inputs_of(corpus, config, plan.micro_batch or 1)
         return decide(module, spec, plan, sample)
 
-    def cut(plan: Plan) -> Parts:
+    def check_sharding(plan: Plan) -> ShardPlacement:
         plan = plan if fixed else with_options(plan, config)
         return parts_of(decided(plan), spec, plan)
 
@@ -267,10 +267,12 @@ def choose_plan(
 
     if fixed:
         draft = staged(draft)
-        choice = _fixed_choice(draft, spec, workload, profile, cluster, cut(draft), links)
+        choice = _fixed_choice(draft, spec, workload, profile, cluster, check_sharding(draft), links)
     elif profile is not None:
         pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
-        choice = choose_profiled(profile, spec, workload, cluster, pins, costs=costs, cut=cut, command=as_config_keys)
+        choice = choose_profiled(
+            profile, spec, workload, cluster, pins, costs=costs, check_sharding=check_sharding, command=as_config_keys
+        )
     else:
         parallel = config.parallel
         choice = choose(
@@ -281,18 +283,18 @@ def choose_plan(
             strategy=parallel.strategy,
             dp_replicate=parallel.dp_replicate,
             dp_shard=parallel.dp_shard,
-            cut=cut,
+            check_sharding=check_sharding,
         )
     if not fixed:
         named = config.parallel.precision != "auto"
-        told = precision_text(choice.plan.precision, cluster, named=named)
-        choice = replace(choice, plan=with_options(choice.plan, config), precision=told)
+        notes = precision_text(choice.plan.precision, cluster, named=named)
+        choice = replace(choice, plan=with_options(choice.plan, config), precision=notes)
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)
     check_options(config, module, choice.plan)
     if not choice.plan.dims.splits_model:
-        cut(choice.plan)  # its options; a plan that splits the model was checked when it was chosen
+        check_sharding(choice.plan)  # its options; a plan that splits the model was checked when it was chosen
     return replace(choice, plan=staged(choice.plan)), spec, (profile, workload)
 
 
@@ -358,7 +360,7 @@ def _fixed_choice(
     workload: Workload,
     profile: ModelProfile | None,
     cluster: ClusterSpec,
-    parts: Parts,
+    parts: ShardPlacement,
     links: CalibrationFile | None,
 ) -> Choice:
     """Cost a given plan."""

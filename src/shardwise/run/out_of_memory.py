@@ -184,10 +184,10 @@ def _used(session: Session, shortage: Shortage, estimate: Estimate | None) -> st
 
 def _by_category(found: Measurement, shortage: Shortage, estimate: Estimate | None) -> list[str]:
     """Format a line for each category: now, and predicted."""
-    held = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
-    rest = None if shortage.allocated is None else max(0, shortage.allocated - sum(held.values()))
+    categories = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    rest = None if shortage.allocated is None else max(0, shortage.allocated - sum(categories.values()))
     rows = [("", "now", "predicted")]
-    rows += [(name, bytes_text(value), _predicted(estimate, (name,))) for name, value in held.items()]
+    rows += [(name, bytes_text(value), _predicted(estimate, (name,))) for name, value in categories.items()]
     rows.append((", ".join(_REST), bytes_text(rest), _predicted(estimate, _REST)))
     return [f"    {name:<44}{now:>12}{planned:>14}" for name, now, planned in rows]
 

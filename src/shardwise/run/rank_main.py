@@ -49,24 +49,24 @@ def run_job(job: Any, ranks: Any = None) -> int:
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
-    watch = RunRecorder(job, session, reporter.log, reporter.console)
+    recorder = RunRecorder(job, session, reporter.log, reporter.console)
     memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
         if ranks.is_main:
             reporter.announce("building the model ...")
-        outcome = TrainingRun(job.config, job.plan, open_data(job.corpus), session, reporter, watch).train()
+        outcome = TrainingRun(job.config, job.plan, open_data(job.corpus), session, reporter, recorder).train()
         if ranks.is_main and not told_before(job, session, outcome, reporter):
-            conclude(job, session, watch, outcome, reporter)
+            conclude(job, session, recorder, outcome, reporter)
     except Interrupted:
         if ranks.is_main:
-            so_far(job, watch, reporter)
+            so_far(job, recorder, reporter)
         raise
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(memory.explained(error)) from error
     finally:
-        watch.close()
+        recorder.close()
     session.close()
     return 0
 
@@ -84,31 +84,31 @@ def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:
     return True
 
 
-def so_far(job: Any, watch: Any, reporter: Any) -> None:
+def so_far(job: Any, recorder: Any, reporter: Any) -> None:
     """Report an interrupted run so far, on rank 0: its time, and its report."""
     from shardwise.report.html.elements import write_report
 
-    timing = watch.timing()
+    timing = recorder.timing()
     if timing is not None:
-        watch.write(timing, watch.findings(timing, watch.utilisation(timing)))
+        recorder.write(timing, recorder.findings(timing, recorder.utilisation(timing)))
     page = write_report(Path(job.config.train.output), reporter.log)
     if page is not None:
         reporter.log(f"report: {page}")
 
 
-def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) -> None:
+def conclude(job: Any, session: Any, recorder: Any, outcome: Any, reporter: Any) -> None:
     """Print and store the results of the run, on rank 0; the last line is for programs."""
     from shardwise.report.html.elements import write_report
     from shardwise.run.run_summary import SUMMARY, identity, spread_of
     from shardwise.train.tasks.registry import noun_of, open_data
 
     folder = Path(job.config.train.output)
-    step_time = remember_run(job, session, watch.fit, reporter)
-    timing = watch.timing()
-    use = None if timing is None else watch.utilisation(timing)
-    findings = () if timing is None else watch.findings(timing, use)
-    measured = watch.fit.measurement
-    receipts = {"effects": watch.effects.receipt, "fit": watch.fit.receipt}
+    step_time = remember_run(job, session, recorder.fit, reporter)
+    timing = recorder.timing()
+    use = None if timing is None else recorder.utilisation(timing)
+    findings = () if timing is None else recorder.findings(timing, use)
+    measured = recorder.fit.measurement
+    receipts = {"effects": recorder.effects.receipt, "fit": recorder.fit.receipt}
     found = outcome.evaluation
     document = {
         "schema": 1,
@@ -130,9 +130,9 @@ def conclude(job: Any, session: Any, watch: Any, outcome: Any, reporter: Any) ->
         "output": job.config.train.output,
     }
     corpus = open_data(job.corpus)
-    watch.write(timing, findings)
+    recorder.write(timing, findings)
     facts = {"config": identity(job.config), "spread": spread_of(job.config, job.plan), "corpus": corpus.fingerprint}
-    watch.keep(SUMMARY, json.dumps({**document, **facts}))
+    recorder.keep(SUMMARY, json.dumps({**document, **facts}))
     page = write_report(folder, reporter.log)
     reporter.finish(outcome, corpus, list(receipts.values()), job.config.train.output)
     reporter.time_spent(timing, use, findings, page)

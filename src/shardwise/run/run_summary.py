@@ -92,8 +92,8 @@ def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
 def identity(config: Config) -> dict[str, Any]:
     """Return the facts that identify a run: all but distribution, saving and logging."""
     document = config.model_dump(mode="json")
-    told = ("export", "log_every", "output", "profile", "profile_ranks", "trackers")
-    train = {key: value for key, value in document["train"].items() if key not in told}
+    ignored = ("export", "log_every", "output", "profile", "profile_ranks", "trackers")
+    train = {key: value for key, value in document["train"].items() if key not in ignored}
     tables = ["model", "data", "optimizer", *(["lora"] if adapter_of(config) != "none" else [])]
     return {**{key: document[key] for key in tables}, "train": train}
 
@@ -102,6 +102,6 @@ def loss_text(summary: dict[str, Any]) -> str:
     """Format ``loss 1.2345, 2.345 held-out bits per byte``, as far as the summary has them."""
     loss, bits = summary.get("loss"), summary.get("heldout_bits_per_byte")
     text = "loss unknown" if loss is None else f"loss {loss:.4f}"
-    if held := {name: value for name, value in summary.get("heldout", {}).items() if value is not None}:
-        return f"{text}, held out: {label_metrics(held)}"
+    if heldout := {name: value for name, value in summary.get("heldout", {}).items() if value is not None}:
+        return f"{text}, held out: {label_metrics(heldout)}"
     return text if bits is None else f"{text}, {bits:.3f} held-out bits per byte"

@@ -21,7 +21,7 @@ from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity, divisors
 from shardwise.search.explain_plan import room_text
 from shardwise.search.memory_savers import lean_workloads, orders, saving_memory
-from shardwise.search.problem import Costs, Question, ask, usable_bytes
+from shardwise.search.problem import Costs, SearchProblem, ask, usable_bytes
 from shardwise.search.search import search, simplest_fit
 from shardwise.units import bytes_text, seconds_text
 
@@ -41,20 +41,20 @@ class _Ways:
     ``kept`` is the first alternative that leaves the optimizer unchanged.
     """
 
-    question: Question
+    problem: SearchProblem
     limitless_s: float | None
     command: Command | None
     kept: Candidate | None = None
 
-    def told(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
+    def option_text(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
         """Format a candidate with its bytes, its time and the command that plans it."""
-        text = _told(candidate, self.question.cluster)
+        text = _candidate_text(candidate, self.problem.cluster)
         if candidate.time is not None:
             text += f"; {seconds_text(candidate.time.step_s)} a step"
             if self.limitless_s:
                 text += f", {candidate.time.step_s / self.limitless_s:.2g} × that of ddp with memory without limit"
             text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours total"
-        elif candidate.plan.parsed.nvme and self.question.cluster.nvme_bytes_per_s is None:
+        elif candidate.plan.parsed.nvme and self.problem.cluster.nvme_bytes_per_s is None:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
         text += f"; {bytes_text(away)} of host memory" if away else ""
@@ -85,16 +85,16 @@ def search_and_advise(
     """
     facts: dict[str, Any] = {"costs": costs, "rates": rates, "only_runnable": only_runnable, "any_plan": any_plan}
     found = search(profile, workload, cluster, pins, **facts)
-    question = ask(profile, workload, cluster, pins or Pins(), **facts)
+    problem = ask(profile, workload, cluster, pins or Pins(), **facts)
     if saves_memory:
-        found = saving_memory(question, found)
+        found = saving_memory(problem, found)
     if found.recommended is not None:
         return found
-    return found.model_copy(update={"advice": advice(question, found.candidates, shorter, command)})
+    return found.model_copy(update={"advice": advice(problem, found.candidates, shorter, command)})
 
 
 def advice(
-    question: Question,
+    problem: SearchProblem,
     candidates: Sequence[Candidate],
     shorter: Callable[[int], ModelProfile] | None,
     command: Command | None = None,
@@ -102,79 +102,79 @@ def advice(
     """Describe alternatives that fit, simplest first; ``command`` formats a command line."""
     lines: list[str] = []
     nearest = min(candidates, key=lambda c: c.memory.device_bytes, default=None)
-    if nearest is not None and question.usable is not None:
-        over = nearest.memory.device_bytes - question.usable
+    if nearest is not None and problem.usable is not None:
+        over = nearest.memory.device_bytes - problem.usable
         if over > 0:
             lines.append(
                 f"nearest: {nearest.plan.strategy}, micro batch {nearest.plan.micro_batch}, recompute "
-                f"{nearest.plan.recompute}, is {bytes_text(over)} over the {bytes_text(question.usable)} usable"
+                f"{nearest.plan.recompute}, is {bytes_text(over)} over the {bytes_text(problem.usable)} usable"
             )
-    ways = _Ways(question, _limitless_s(question), command)
-    lines += _unpin(question)
+    ways = _Ways(problem, _limitless_s(problem), command)
+    lines += _unpin(problem)
     usual = [_same_optimizer, _other_optimizer, _off_device]
-    for way in [_adapters, *usual] if _is_far_too_large(question) else [*usual, _adapters]:
+    for way in [_adapters, *usual] if _is_far_too_large(problem) else [*usual, _adapters]:
         lines += way(ways)
-    lines += _other_gpu(question)
+    lines += _other_gpu(problem)
     if shorter is not None:
-        lines += _shorter(question, shorter)
-    lines += _more_devices(question)
+        lines += _shorter(problem, shorter)
+    lines += _more_devices(problem)
     return tuple(lines) or ("no way was found; the model is too large for every device of the table",)
 
 
-def _is_far_too_large(question: Question) -> bool:
+def _is_far_too_large(problem: SearchProblem) -> bool:
     """Return whether not even fp32 weights and gradients fit in all devices: people train adapters then."""
-    held = 8 * question.profile.num_parameters
-    return question.usable is not None and held > question.usable * question.cluster.world_size
+    state_bytes = 8 * problem.profile.num_parameters
+    return problem.usable is not None and state_bytes > problem.usable * problem.cluster.world_size
 
 
-def _asked(question: Question, changes: Mapping[str, object]) -> dict[str, Any]:
+def _asked(problem: SearchProblem, changes: Mapping[str, object]) -> dict[str, Any]:
     """Return the request with ``changes``; its profile is the one without adapters."""
     facts: dict[str, Any] = {
-        "profile": question.plain or question.profile,
-        "workload": question.workload,
-        "cluster": question.cluster,
-        "pins": question.pins,
-        "costs": question.costs,
-        "only_runnable": question.only_runnable,
-        "any_plan": question.any_plan,
+        "profile": problem.plain or problem.profile,
+        "workload": problem.workload,
+        "cluster": problem.cluster,
+        "pins": problem.pins,
+        "costs": problem.costs,
+        "only_runnable": problem.only_runnable,
+        "any_plan": problem.any_plan,
     }
     return {**facts, **changes}
 
 
-def _fit(question: Question, **changes: object) -> Candidate | None:
+def _fit(problem: SearchProblem, **changes: object) -> Candidate | None:
     """Return the simplest plan that fits the changed request."""
     try:
-        return simplest_fit(ask(**_asked(question, changes)))
+        return simplest_fit(ask(**_asked(problem, changes)))
     except PlanError:
         return None
 
 
-def _best(question: Question, **changes: object) -> Candidate | None:
+def _best(problem: SearchProblem, **changes: object) -> Candidate | None:
     """Return the best variant of the simplest strategy that fits the changed request."""
-    found = _fit(question, **changes)
-    if found is None or not question.timed:
+    found = _fit(problem, **changes)
+    if found is None or not problem.timed:
         return found
-    facts = _asked(question, changes)
+    facts = _asked(problem, changes)
     facts["pins"] = facts["pins"].model_copy(update={"strategy": found.plan.parsed})
     result = search(**facts)
     return found if result.recommended is None else result.candidates[result.recommended]
 
 
-def _limitless_s(question: Question) -> float | None:
+def _limitless_s(problem: SearchProblem) -> float | None:
     """Seconds of ``ddp`` without adapters on these devices with unlimited memory, if known."""
-    if not question.timed:
+    if not problem.timed:
         return None
-    roomy = question.cluster.model_copy(update={"device_memory_bytes": None})
-    pins = Pins(strategy=Strategy(base="ddp"), recompute="none", precision=question.precision)
+    roomy = problem.cluster.model_copy(update={"device_memory_bytes": None})
+    pins = Pins(strategy=Strategy(base="ddp"), recompute="none", precision=problem.precision)
     try:
-        result = search(**_asked(question, {"cluster": roomy, "pins": pins, "only_runnable": False}))
+        result = search(**_asked(problem, {"cluster": roomy, "pins": pins, "only_runnable": False}))
     except PlanError:
         return None
     times = [c.time.step_s for c in result.candidates if c.time is not None]
     return min(times, default=None)
 
 
-def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
+def _candidate_text(candidate: Candidate, cluster: ClusterSpec) -> str:
     plan = candidate.plan
     return (
         f"{plan.strategy}, micro batch {plan.micro_batch}, recompute {plan.recompute}: "
@@ -184,11 +184,11 @@ def _told(candidate: Candidate, cluster: ClusterSpec) -> str:
 
 def _same_optimizer(ways: _Ways) -> Iterator[str]:
     """Propose the same results, computed in another order."""
-    for name, options, flags in orders(ways.question):
-        pins = ways.question.pins.model_copy(update={"options": {**ways.question.pins.options, **options}})
-        if found := _best(ways.question, pins=pins):
+    for name, options, flags in orders(ways.problem):
+        pins = ways.problem.pins.model_copy(update={"options": {**ways.problem.pins.options, **options}})
+        if found := _best(ways.problem, pins=pins):
             ways.kept = found
-            yield f"{name} fits: {ways.told(found, flags)}"
+            yield f"{name} fits: {ways.option_text(found, flags)}"
             return
 
 
@@ -197,36 +197,36 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
 
     Their updates differ, and so do the results.
     """
-    question = ways.question
+    problem = ways.problem
     limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
-    for name, work in lean_workloads(question.workload):
-        for order, options, flags in (("", {}, {}), *orders(question)):
-            pins = question.pins.model_copy(update={"options": {**question.pins.options, **options}})
-            found = _best(question, pins=pins, workload=work)
+    for name, work in lean_workloads(problem.workload):
+        for order, options, flags in (("", {}, {}), *orders(problem)):
+            pins = problem.pins.model_copy(update={"options": {**problem.pins.options, **options}})
+            found = _best(problem, pins=pins, workload=work)
             if found is not None and complexity(found.plan.parsed) < limit:
                 beside = f" with {order}" if order else ""
-                told = ways.told(found, {"--optimizer": name, **flags})
-                yield f"another optimizer, {name}{beside}, fits: {told}"
+                option_text = ways.option_text(found, {"--optimizer": name, **flags})
+                yield f"another optimizer, {name}{beside}, fits: {option_text}"
                 return
 
 
 def _off_device(ways: _Ways) -> Iterator[str]:
     """Propose host memory, and where that is not enough, its drive."""
-    question, strategy = ways.question, ways.question.pins.strategy
-    if question.cluster.device == "cpu" or (strategy is not None and strategy.nvme):
+    problem, strategy = ways.problem, ways.problem.pins.strategy
+    if problem.cluster.device == "cpu" or (strategy is not None and strategy.nvme):
         return
     if strategy is not None and not strategy.offload:
         base = strategy.base if strategy.base in SHARDED or strategy.engine == "deepspeed" else "fsdp"
         moved = strategy.model_copy(update={"base": base, "offload": True})
-        if found := _best(question, pins=question.pins.model_copy(update={"strategy": moved})):
-            yield f"offload fits: {ways.told(found, {'--strategy': str(moved)})}"
+        if found := _best(problem, pins=problem.pins.model_copy(update={"strategy": moved})):
+            yield f"offload fits: {ways.option_text(found, {'--strategy': str(moved)})}"
             return
     swapped = Strategy(base="fsdp", engine="deepspeed", nvme=True)
     if strategy is not None and (strategy.splits_model or strategy.adapter != "none"):
         return  # DeepSpeed runs neither here
     free = {"strategy": swapped, "dp_replicate": None, "dp_shard": None}
-    if found := _best(question, pins=question.pins.model_copy(update=free)):
-        yield f"swapping to a drive fits: {ways.told(found, {'--strategy': str(swapped)})}"
+    if found := _best(problem, pins=problem.pins.model_copy(update=free)):
+        yield f"swapping to a drive fits: {ways.option_text(found, {'--strategy': str(swapped)})}"
 
 
 def _adapters(ways: _Ways) -> Iterator[str]:
@@ -234,42 +234,42 @@ def _adapters(ways: _Ways) -> Iterator[str]:
 
     This trains another model, so it is advice and never chosen.
     """
-    question, strategy = ways.question, ways.question.pins.strategy
+    problem, strategy = ways.problem, ways.problem.pins.strategy
     had = "none" if strategy is None else strategy.adapter
     words = {"lora": "adapters (LoRA)", "qlora": "adapters on 4-bit weights (QLoRA)"}
     for adapter in {"none": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[had]:
         for base, offload in (("ddp", False), ("fsdp", False), ("fsdp", True)):
-            if offload and question.cluster.device == "cpu":
+            if offload and problem.cluster.device == "cpu":
                 continue
             wanted = Strategy.model_validate({"base": base, "adapter": adapter, "offload": offload})
-            pins = question.pins.model_copy(update={"strategy": wanted, "dp_replicate": None, "dp_shard": None})
-            if found := _best(question, pins=pins):
-                yield f"another training, {words[adapter]} only, fits: {ways.told(found, {'--strategy': str(wanted)})}"
+            pins = problem.pins.model_copy(update={"strategy": wanted, "dp_replicate": None, "dp_shard": None})
+            if found := _best(problem, pins=pins):
+                yield f"another training, {words[adapter]} only, fits: {ways.option_text(found, {'--strategy': str(wanted)})}"
                 break
 
 
-def _unpin(question: Question) -> Iterator[str]:
+def _unpin(problem: SearchProblem) -> Iterator[str]:
     """Propose to free each pinned value, one at a time."""
-    pins = question.pins
+    pins = problem.pins
     smaller = [n for n in reversed(divisors(pins.micro_batch or 1)) if n < (pins.micro_batch or 1)]
     for micro in smaller:
-        if found := _fit(question, pins=pins.model_copy(update={"micro_batch": micro, "grad_accum": None})):
-            yield f"micro batch {micro} fits: {_told(found, question.cluster)}"
+        if found := _fit(problem, pins=pins.model_copy(update={"micro_batch": micro, "grad_accum": None})):
+            yield f"micro batch {micro} fits: {_candidate_text(found, problem.cluster)}"
             break
     if pins.recompute not in (None, "full") and (
-        found := _fit(question, pins=pins.model_copy(update={"recompute": "full"}))
+        found := _fit(problem, pins=pins.model_copy(update={"recompute": "full"}))
     ):
-        yield f"recompute full fits: {_told(found, question.cluster)}"
+        yield f"recompute full fits: {_candidate_text(found, problem.cluster)}"
     free = {"strategy": None, "dp_replicate": None, "dp_shard": None}
-    if pins.strategy is not None and (found := _fit(question, pins=pins.model_copy(update=free))):
-        yield f"another strategy fits: {_told(found, question.cluster)}"
-    if pins.model_copy(update=free) != Pins() and (found := _fit(question, pins=Pins(precision=pins.precision))):
-        yield f"with nothing pinned it fits: {_told(found, question.cluster)}"
+    if pins.strategy is not None and (found := _fit(problem, pins=pins.model_copy(update=free))):
+        yield f"another strategy fits: {_candidate_text(found, problem.cluster)}"
+    if pins.model_copy(update=free) != Pins() and (found := _fit(problem, pins=Pins(precision=pins.precision))):
+        yield f"with nothing pinned it fits: {_candidate_text(found, problem.cluster)}"
 
 
-def _other_gpu(question: Question) -> Iterator[str]:
+def _other_gpu(problem: SearchProblem) -> Iterator[str]:
     """Propose the GPU of the table with the least sufficient memory, in the same number."""
-    cluster = question.cluster
+    cluster = problem.cluster
     if cluster.device != "cuda":
         return
     gpus = [gpu for name in gpu_names() if (gpu := find_gpu(name)) is not None]
@@ -283,60 +283,60 @@ def _other_gpu(question: Question) -> Iterator[str]:
                 "link": gpu.nvlink or gpu.pcie,
             }
         )
-        if found := _fit(question, cluster=other):
-            yield f"{cluster.world_size} × {gpu.name} would do: {_told(found, other)}"
+        if found := _fit(problem, cluster=other):
+            yield f"{cluster.world_size} × {gpu.name} would do: {_candidate_text(found, other)}"
             return
 
 
-def _shorter(question: Question, shorter: Callable[[int], ModelProfile]) -> Iterator[str]:
-    length = (question.workload.seq_len or question.profile.seq_len or 0) // 2
+def _shorter(problem: SearchProblem, shorter: Callable[[int], ModelProfile]) -> Iterator[str]:
+    length = (problem.workload.seq_len or problem.profile.seq_len or 0) // 2
     while length >= SHORTEST:
-        workload = question.workload.model_copy(update={"seq_len": length})
-        if found := _fit(question, profile=shorter(length), workload=workload):
-            yield f"samples of {length} tokens fit: {_told(found, question.cluster)}"
+        workload = problem.workload.model_copy(update={"seq_len": length})
+        if found := _fit(problem, profile=shorter(length), workload=workload):
+            yield f"samples of {length} tokens fit: {_candidate_text(found, problem.cluster)}"
             return
         length //= 2
 
 
-def _more_devices(question: Question) -> Iterator[str]:
+def _more_devices(problem: SearchProblem) -> Iterator[str]:
     """Propose more of the same devices.
 
     Fill the node first, then double the nodes, then bisect between the last two.
     """
-    cluster, previous = question.cluster, question.cluster.nodes
+    cluster, previous = problem.cluster, problem.cluster.nodes
     typical = cluster.gpu.devices_per_node if cluster.gpu else None
     if typical and cluster.nodes == 1 and cluster.devices_per_node < typical:
         full = cluster.model_copy(update={"devices_per_node": typical})
-        if found := _fit_with_batch(question, full):
-            yield f"{typical} × {cluster.device_name} would do: {_told(found, full)}{_batch_note(question, found)}"
+        if found := _fit_with_batch(problem, full):
+            yield f"{typical} × {cluster.device_name} would do: {_candidate_text(found, full)}{_batch_note(problem, found)}"
             return
         cluster = full
     nodes = cluster.nodes * 2
     while nodes <= MOST_NODES:
         larger = cluster.model_copy(update={"nodes": nodes})
-        if found := _fit_with_batch(question, larger):
+        if found := _fit_with_batch(problem, larger):
             between = (nodes + previous) // 2
             smaller = cluster.model_copy(update={"nodes": between})
-            if between > previous and (fewer := _fit_with_batch(question, smaller)):
+            if between > previous and (fewer := _fit_with_batch(problem, smaller)):
                 larger, found = smaller, fewer
             yield (
                 f"{larger.world_size} × {cluster.device_name} ({larger.nodes} nodes) would do: "
-                f"{_told(found, larger)}{_batch_note(question, found)}"
+                f"{_candidate_text(found, larger)}{_batch_note(problem, found)}"
             )
             return
         previous, nodes = nodes, nodes * 2
 
 
-def _fit_with_batch(question: Question, cluster: ClusterSpec) -> Candidate | None:
+def _fit_with_batch(problem: SearchProblem, cluster: ClusterSpec) -> Candidate | None:
     """Find a fit on more devices, if needed with a global batch that has a sample for each."""
-    found = _fit(question, cluster=cluster)
-    if found is not None or question.workload.global_batch is None:
+    found = _fit(problem, cluster=cluster)
+    if found is not None or problem.workload.global_batch is None:
         return found
-    unit = cluster.world_size * (question.pins.micro_batch or 1) * (question.pins.grad_accum or 1)
-    batch = -(-question.workload.global_batch // unit) * unit
-    return _fit(question, cluster=cluster, workload=question.workload.model_copy(update={"global_batch": batch}))
+    unit = cluster.world_size * (problem.pins.micro_batch or 1) * (problem.pins.grad_accum or 1)
+    batch = -(-problem.workload.global_batch // unit) * unit
+    return _fit(problem, cluster=cluster, workload=problem.workload.model_copy(update={"global_batch": batch}))
 
 
-def _batch_note(question: Question, candidate: Candidate) -> str:
+def _batch_note(problem: SearchProblem, candidate: Candidate) -> str:
     batch = candidate.plan.global_batch
-    return "" if batch == question.workload.global_batch else f", global batch {batch}"
+    return "" if batch == problem.workload.global_batch else f", global batch {batch}"

@@ -10,7 +10,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import DEGREES
 from shardwise.plan.traffic import crosses_nodes, sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate
-from shardwise.search.problem import Question
+from shardwise.search.problem import SearchProblem
 from shardwise.units import bytes_text, seconds_text
 
 
@@ -20,19 +20,19 @@ def axes_text(plan: Plan) -> str:
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
 
 
-def purposes(question: Question, best: Candidate, others: Sequence[Candidate]) -> list[str]:
+def purposes(problem: SearchProblem, best: Candidate, others: Sequence[Candidate]) -> list[str]:
     """Return why ``best`` has its axes, most important first; empty where it has none.
 
     ``others`` are the candidates of the same request; those without such axes serve as comparison.
     """
     if not best.plan.dims.splits_model:
         return []
-    return [*_without(question, best, others), *_each(question, best)]
+    return [*_without(problem, best, others), *_each(problem, best)]
 
 
-def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
+def _without(problem: SearchProblem, best: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Describe the best plan without the axes."""
-    plan, batch, world = best.plan, question.workload.global_batch, question.cluster.world_size
+    plan, batch, world = best.plan, problem.workload.global_batch, problem.cluster.world_size
     shown = axes_text(plan)
     if batch is not None and batch < world:
         yield (
@@ -45,7 +45,7 @@ def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -
         near = min(plain, key=lambda c: c.memory.device_bytes)
         yield (
             f"no plan without {shown} fits: the nearest, {near.plan.strategy}, needs "
-            f"{bytes_text(near.memory.device_bytes)} and {bytes_text(question.usable)} are usable"
+            f"{bytes_text(near.memory.device_bytes)} and {bytes_text(problem.usable)} are usable"
         )
     timed = [c for c in fitting if c.time is not None]
     if best.time is None or not timed:
@@ -60,10 +60,10 @@ def _without(question: Question, best: Candidate, others: Sequence[Candidate]) -
         )
 
 
-def _each(question: Question, best: Candidate) -> Iterator[str]:
+def _each(problem: SearchProblem, best: Candidate) -> Iterator[str]:
     """Describe where each axis is placed and its cost per step."""
-    plan, cluster = best.plan, question.cluster
-    dims, sent = plan.dims, sent_bytes(question.profile, plan)
+    plan, cluster = best.plan, problem.cluster
+    dims, sent = plan.dims, sent_bytes(problem.profile, plan)
     if dims.tp > 1:
         where = (
             "reaches over several nodes"
@@ -72,7 +72,7 @@ def _each(question: Question, best: Candidate) -> Iterator[str]:
         )
         yield f"tp {dims.tp} {where}: each device sends {bytes_text(sent['tp'])} a step{_waits(best, 'exposed_tp_s')}"
     if dims.cp > 1:
-        length = plan.seq_len or question.profile.seq_len
+        length = plan.seq_len or problem.profile.seq_len
         tokens = "" if length is None else f"{length // dims.cp} of a sample's {length} tokens are on a rank, "
         where = traffic_text("cp", plan, cluster)
         yield (

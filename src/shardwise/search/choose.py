@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.cost.memory.estimate import Estimate
-from shardwise.cost.memory.estimate_memory import Parts, estimate_memory
+from shardwise.cost.memory.estimate_memory import ShardPlacement, estimate_memory
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import layout_of
 from shardwise.cost.time.step_time import StepTime
@@ -26,14 +26,14 @@ from shardwise.search.advice import Command, search_and_advise
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import Costs, Question, ask, usable_bytes
+from shardwise.search.problem import Costs, SearchProblem, ask, usable_bytes
 from shardwise.search.search import USABLE_IF_UNKNOWN, cost_of, rank
 from shardwise.units import bytes_text
 
 SIMPLEST_FIRST = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload")
 
 # raises ModelError or PlanError where the live module does not support the plan
-Cutter = Callable[[Plan], Parts | None]
+ShardingCheck = Callable[[Plan], ShardPlacement | None]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def choose(
     strategy: str = "auto",
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
-    cut: Cutter | None = None,
+    check_sharding: ShardingCheck | None = None,
 ) -> Choice:
     """Complete ``draft`` (batch split, precision, recompute) with a strategy and its degrees.
 
     A named strategy is kept, fitting or not. ``auto`` takes the first of `SIMPLEST_FIRST` whose known bytes, with the
     device's context, are usable (60 % of its memory where saved activations are unknown); unknown memory counts as
     enough.
-    ``cut`` checks the live module under a named strategy that shards it.
+    ``check_sharding`` checks the live module under a named strategy that shards it.
 
     Raises:
         PlanError: the strategy and the degrees do not match the world size.
@@ -107,7 +107,7 @@ def choose(
     def candidate(name: str, reason: str) -> Choice:
         dims = _dims(name, cluster, dp_replicate, dp_shard)
         plan = draft.model_copy(update={"strategy": str(parse_strategy(name)), "dims": dims, "reason": reason})
-        parts = cut(plan) if cut is not None and plan.dims.splits_model else None
+        parts = check_sharding(plan) if check_sharding is not None and plan.dims.splits_model else None
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
 
     if strategy != "auto":
@@ -147,13 +147,13 @@ def choose_profiled(
     pins: Pins,
     shorter: Callable[[int], ModelProfile] | None = None,
     costs: Costs | None = None,
-    cut: Cutter | None = None,
+    check_sharding: ShardingCheck | None = None,
     command: Command | None = None,
 ) -> Choice:
     """Return the search's recommendation among runnable plans.
 
     A pinned one is kept, fitting or not. ``costs`` are used for the choice; its reported values are the cost model's
-    own, uncorrected. ``cut`` checks the live module under a plan that shards it: rejected plans are skipped, unless
+    own, uncorrected. ``check_sharding`` checks the live module under a plan that shards it: rejected plans are skipped, unless
     requested by name. ``command`` formats what trains an alternative, where nothing fits.
 
     Raises:
@@ -164,8 +164,8 @@ def choose_profiled(
     result = search_and_advise(
         profile, workload, cluster, pins, only_runnable=True, shorter=shorter, costs=costs, command=command
     )
-    question = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
-    best, parts, refused = _allowed(question, result, cut)
+    problem = ask(profile, workload, cluster, pins, costs=costs, only_runnable=True)
+    best, parts, refused = _allowed(problem, result, check_sharding)
     if best is None:
         lines = [f"  {c.plan.strategy}: {c.reason}" for c in result.candidates if c.plan.strategy not in dict(refused)]
         lines += [f"  {name}: {why}" for name, why in refused] + [f"  {line}" for line in result.advice]
@@ -183,41 +183,41 @@ def choose_profiled(
 
 
 def _allowed(
-    question: Question, result: SearchResult, cut: Cutter | None
-) -> tuple[Candidate | None, Parts | None, list[tuple[str, str]]]:
+    problem: SearchProblem, result: SearchResult, check_sharding: ShardingCheck | None
+) -> tuple[Candidate | None, ShardPlacement | None, list[tuple[str, str]]]:
     """Return the best supported candidate, its placement, and the rejected ones.
 
     The live module decides. Rejected ones come with their messages.
     """
     refused: list[tuple[str, str]] = []
     ranked, chosen = list(result.candidates), result.recommended
-    if question.pins.strategy is not None:
+    if problem.pins.strategy is not None:
         chosen = 0
     while chosen is not None:
         best = ranked[chosen]
         strategy = best.plan.parsed
-        if cut is None or not strategy.splits_model:
+        if check_sharding is None or not strategy.splits_model:
             return best, None, refused
         try:
-            return best, cut(best.plan), refused
+            return best, check_sharding(best.plan), refused
         except (ModelError, PlanError) as error:
-            if question.pins.strategy is not None:
+            if problem.pins.strategy is not None:
                 raise
             why, axes = "; ".join(error.problems), (strategy.tp, strategy.pp, strategy.cp)
         same = [c for c in ranked if (c.plan.parsed.tp, c.plan.parsed.pp, c.plan.parsed.cp) == axes]
         refused += [(c.plan.strategy, why) for c in same]
-        ranked, chosen = rank(question, [c for c in ranked if c not in same])
-        ranked = with_reasons(question, ranked, chosen, result.considered)
+        ranked, chosen = rank(problem, [c for c in ranked if c not in same])
+        ranked = with_reasons(problem, ranked, chosen, result.considered)
     return None, None, refused
 
 
-def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: Parts | None = None) -> Estimate:
+def exact(candidate: Candidate, spec: ModelSpec, workload: Workload, parts: ShardPlacement | None = None) -> Estimate:
     """Estimate the candidate with the live module's parameters, gradients and optimizer state.
 
     Under tensor or pipeline parallel ``parts`` gives the placement; by default, the profile.
     """
     if parts is None and candidate.plan.dims.tp * candidate.plan.dims.pp > 1:
         return candidate.memory
-    held = estimate_memory(spec, candidate.plan, workload, parts)
-    kept = {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
+    estimated = estimate_memory(spec, candidate.plan, workload, parts)
+    kept = {"parameters": estimated.parameters, "gradients": estimated.gradients, "optimizer": estimated.optimizer}
     return candidate.memory.model_copy(update=kept)

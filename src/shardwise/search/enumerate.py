@@ -203,7 +203,7 @@ def _tensor_problem(profile: ModelProfile, tp: int) -> str:
         return ""
     if profile.heads is None:
         return f"tp {tp} divides attention heads, and this model has none that are known; leave +tp out"
-    widths = {op.k for unit in profile.units if unit.kind == "block" for op in unit.ops if op.cut == "row"}
+    widths = {op.k for unit in profile.units if unit.kind == "block" for op in unit.ops if op.tp_sharding == "row"}
     return tensor_problem(profile.heads, profile.kv_heads or profile.heads, tp, sorted(widths))
 
 

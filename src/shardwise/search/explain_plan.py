@@ -15,7 +15,7 @@ from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity
-from shardwise.search.problem import SAID_TIE, Question
+from shardwise.search.problem import SAID_TIE, SearchProblem
 from shardwise.units import bytes_text, count_text, seconds_text
 
 PARTS = {
@@ -34,36 +34,36 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits",
 
 
 def with_reasons(
-    question: Question, ranked: Sequence[Candidate], chosen: int | None, considered: int
+    problem: SearchProblem, ranked: Sequence[Candidate], chosen: int | None, considered: int
 ) -> list[Candidate]:
     """Add reasons to all candidates; the recommended one has its reason in its plan."""
     best = None if chosen is None else ranked[chosen]
-    pinned = question.pins.strategy is not None
-    told = []
+    pinned = problem.pins.strategy is not None
+    explained = []
     for index, candidate in enumerate(ranked):
         if index == chosen:
-            why = "asked for by name" if pinned else _praise(question, candidate, ranked)
+            why = "asked for by name" if pinned else _praise(problem, candidate, ranked)
             plan = candidate.plan.model_copy(update={"reason": why})
-            told.append(candidate.model_copy(update={"plan": plan}))
+            explained.append(candidate.model_copy(update={"plan": plan}))
             continue
         tie = _is_tie(candidate, best)
-        reason = against(question, candidate, best)
+        reason = against(problem, candidate, best)
         plan = candidate.plan.model_copy(update={"reason": "asked for by name"}) if pinned else candidate.plan
-        told.append(candidate.model_copy(update={"reason": reason, "tie": tie, "plan": plan}))
-    return told
+        explained.append(candidate.model_copy(update={"reason": reason, "tie": tie, "plan": plan}))
+    return explained
 
 
-def _praise(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
-    why = purposes(question, best, ranked)[:1]
-    return "; ".join([_verdict(question, best, ranked), *why])
+def _praise(problem: SearchProblem, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    why = purposes(problem, best, ranked)[:1]
+    return "; ".join([_verdict(problem, best, ranked), *why])
 
 
-def _verdict(question: Question, best: Candidate, ranked: Sequence[Candidate]) -> str:
-    room = room_text(best.memory, question.usable)
+def _verdict(problem: SearchProblem, best: Candidate, ranked: Sequence[Candidate]) -> str:
+    room = room_text(best.memory, problem.usable)
     if best.time is None:
         return f"the simplest that fits: {room}"
     every = [c for c in ranked if c.fits is not False and c.time is not None]
-    fitting = [c for c in every if c.runnable] if best.runnable and not question.any_plan else every
+    fitting = [c for c in every if c.runnable] if best.runnable and not problem.any_plan else every
     both = "fit and run" if len(fitting) < len(every) else "fit"
     fastest = min(fitting, key=lambda c: c.time.step_s if c.time else 0.0)
     speed = f"{seconds_text(best.time.step_s)} a step"
@@ -82,12 +82,12 @@ def room_text(memory: Estimate, usable: int | None) -> str:
     return f"{bytes_text(memory.device_bytes)} {room}"
 
 
-def against(question: Question, candidate: Candidate, best: Candidate | None) -> str:
+def against(problem: SearchProblem, candidate: Candidate, best: Candidate | None) -> str:
     """Explain why ``candidate`` is not the recommended plan."""
     if candidate.fits is False:
-        return short_of_memory(candidate.memory, question.usable, question.cluster)
+        return short_of_memory(candidate.memory, problem.usable, problem.cluster)
     if best is None:
-        return f"not known to fit: {room_text(candidate.memory, question.usable)}, {unknown_text(candidate.memory)}"
+        return f"not known to fit: {room_text(candidate.memory, problem.usable)}, {unknown_text(candidate.memory)}"
     if not candidate.runnable and best.runnable:
         return f"planned, but not run by this version ({candidate.why_not_runnable}){_gap_text(candidate, best)}"
     if best.time is None or candidate.time is None:
@@ -96,7 +96,7 @@ def against(question: Question, candidate: Candidate, best: Candidate | None) ->
         if candidate.time is None and complexity(candidate.plan.parsed) < complexity(best.plan.parsed):
             return f"its speed is unknown, and that of {best.plan.strategy} is not"
         return f"not needed: {best.plan.strategy} is simpler and fits"
-    return slower_text(question, candidate, best)
+    return slower_text(problem, candidate, best)
 
 
 def _gap_text(candidate: Candidate, best: Candidate) -> str:
@@ -131,7 +131,7 @@ def parts_text(memory: Estimate) -> str:
     return " + ".join(f"{name} {bytes_text(value)}" for name, value in largest)
 
 
-def slower_text(question: Question, candidate: Candidate, best: Candidate) -> str:
+def slower_text(problem: SearchProblem, candidate: Candidate, best: Candidate) -> str:
     """Format why a candidate is slower.
 
     Such as ``18 % slower: waits longer for data-parallel traffic (2.1 s; 140 GiB sent over the network)``.
@@ -153,7 +153,7 @@ def slower_text(question: Question, candidate: Candidate, best: Candidate) -> st
     )
     if extra <= 0:
         return f"{start}: {seconds_text(time.step_s)} a step"
-    return f"{start}: {PARTS[part]} (+{seconds_text(extra)}{_traffic(question, candidate, part)})"
+    return f"{start}: {PARTS[part]} (+{seconds_text(extra)}{_traffic(problem, candidate, part)})"
 
 
 def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
@@ -165,13 +165,13 @@ def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
     return f"{start}, but {best.plan.strategy} is the plan that was kept; plan without pins to get a faster one"
 
 
-def _traffic(question: Question, candidate: Candidate, part: str) -> str:
+def _traffic(problem: SearchProblem, candidate: Candidate, part: str) -> str:
     axis = AXIS_OF.get(part)
-    sent = sent_bytes(question.profile, candidate.plan).get(axis or "")
+    sent = sent_bytes(problem.profile, candidate.plan).get(axis or "")
     if not axis or not sent or part == "pipeline_s":
         dims, accum = candidate.plan.dims, candidate.plan.grad_accum
         return f"; {dims.pp} stages, {accum} micro batch{'es' * (accum > 1)}" if part == "pipeline_s" else ""
-    return f"; sends {bytes_text(sent)} a step {traffic_text(axis, candidate.plan, question.cluster)}"
+    return f"; sends {bytes_text(sent)} a step {traffic_text(axis, candidate.plan, problem.cluster)}"
 
 
 def _is_tie(candidate: Candidate, best: Candidate | None) -> bool:
@@ -188,7 +188,7 @@ def _factors(text: str) -> str:
 def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
     """Return category, bytes and the formula behind them; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
-    cut = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
+    model_ways = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
     shards = " × ".join(f"{name} {n}" for name, n in (("dp_shard", dims.dp_shard), ("cp", dims.cp)) if n > 1)
     ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
@@ -218,9 +218,9 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
-        ("parameters", memory.parameters, f"{full} × bytes at rest{cut}{ways}"),
-        ("gradients", memory.gradients, f"{trained} trained × 4 B{cut}{ways}"),
-        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{cut}{state_ways}"),
+        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}"),
+        ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}"),
+        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
         ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),
         ("buffers", memory.buffers, gathered),

@@ -45,7 +45,7 @@ class Totals:
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
-    """Compute the inputs of `rough_step_time_s` and `floor_bytes`."""
+    """Compute the inputs of `rough_step_time_s` and `min_bytes`."""
     gpu = cluster.gpu
     peak = (gpu.peak_flops.get(precision) or gpu.peak_flops.get("bf16")) if gpu else None
     link = (cluster.link.bytes_per_s if cluster.link else None) or LINK_BYTES_PER_S
@@ -72,16 +72,16 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     )
 
 
-def floor_bytes(totals: Totals, layout: Layout) -> float:
+def min_bytes(totals: Totals, layout: Layout) -> float:
     """Lower bound of bytes per rank: weights, gradients and optimizer state, evenly sharded."""
     strategy, dims = layout.strategy, layout.dims
     if strategy.offload or strategy.nvme:
         return 0.0
-    cut = dims.tp * dims.pp
+    model_ways = dims.tp * dims.pp
     ways = dims.dp_shard if strategy.shards_parameters else 1
     state_ways = dims.dp if strategy.base == "zero1" else ways
-    held = totals.parameters * totals.weight_bytes + totals.trainable * 4
-    return held / (cut * ways) + totals.trainable * totals.state_bytes / (cut * state_ways)
+    state_bytes = totals.parameters * totals.weight_bytes + totals.trainable * 4
+    return state_bytes / (model_ways * ways) + totals.trainable * totals.state_bytes / (model_ways * state_ways)
 
 
 def rough_step_time_s(
@@ -105,22 +105,22 @@ def rough_step_time_s(
         sent = 4 * activation * (1 + totals.kv_share) / dims.tp * (dims.cp - 1) / dims.cp  # tokens for heads, and back
         exposed += accum * blocks * sent / link
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
-    cut = dims.tp * dims.pp
+    model_ways = dims.tp * dims.pp
     if strategy.offload:
-        exposed += totals.trainable * 12 / (cut * dims.dp_shard * totals.host_link)
+        exposed += totals.trainable * 12 / (model_ways * dims.dp_shard * totals.host_link)
     body = max(compute + exposed, data) + 0.15 * min(compute, data)
     return body * (accum + dims.pp - 1) / accum
 
 
 def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -> float:
     strategy, dims = layout.strategy, layout.dims
-    cut = dims.tp * dims.pp
+    model_ways = dims.tp * dims.pp
     inside = max(1, totals.per_node // (dims.tp * dims.cp))
 
     def over(ranks: int) -> float:
         return (ranks - 1) / ranks / _rate(totals, ranks, inside)
 
-    gradients, narrow = totals.trainable * 4 / cut, totals.parameters * 2 / cut
+    gradients, narrow = totals.trainable * 4 / model_ways, totals.parameters * 2 / model_ways
     if not strategy.shards_parameters:
         again = 1.5 if strategy.base == "zero1" else 1.0
         return 2 * gradients * over(dims.dp) * again

@@ -14,7 +14,7 @@ from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import Question
+from shardwise.search.problem import SearchProblem
 from shardwise.search.search import TIE, rank, search
 
 CHUNKS = 8  # of the loss
@@ -22,10 +22,10 @@ CHUNKS = 8  # of the loss
 Order = tuple[str, dict[str, object], dict[str, str | None]]  # name, options of the plan, options of the command
 
 
-def orders(question: Question) -> Iterator[Order]:
+def orders(problem: SearchProblem) -> Iterator[Order]:
     """Yield chunked loss, optimizer in backward, and both."""
-    given, found = question.pins.options, list[Order]()
-    if question.profile.vocab_size and not question.workload.fused_loss and given.get("loss_chunks", 1) == 1:
+    given, found = problem.pins.options, list[Order]()
+    if problem.profile.vocab_size and not problem.workload.fused_loss and given.get("loss_chunks", 1) == 1:
         found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
     if not given.get("optimizer_in_backward"):
         early: dict[str, object] = {"optimizer_in_backward": True}
@@ -45,49 +45,49 @@ def lean_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
             yield name, workload.model_copy(update=lean)
 
 
-def saving_memory(question: Question, found: SearchResult) -> SearchResult:
+def saving_memory(problem: SearchProblem, found: SearchResult) -> SearchResult:
     """Return ``found`` with these ways: chunks where they fit or are faster, the others where nothing fits."""
     best = None if found.recommended is None else found.candidates[found.recommended]
     is_roomy = best is not None and best.plan.recompute == "none" and not best.plan.parsed.offload
-    if question.pins.strategy is not None or is_roomy:
+    if problem.pins.strategy is not None or is_roomy:
         return found
-    ways = list(orders(question))
-    if ways and "loss_chunks" in ways[0][1] and (other := _search(question, ways[0][1], question.workload)):
-        found = _merged(question, found, other)
+    ways = list(orders(problem))
+    if ways and "loss_chunks" in ways[0][1] and (other := _search(problem, ways[0][1], problem.workload)):
+        found = _merged(problem, found, other)
     if found.recommended is not None:
         return found
-    for name, workload in (("", question.workload), *lean_workloads(question.workload)):
+    for name, workload in (("", problem.workload), *lean_workloads(problem.workload)):
         for _, options, _ in (*([("", {}, {})] if name else []), *ways):
-            other = _search(question, options, workload)
+            other = _search(problem, options, workload)
             if other is not None and other.recommended is not None:
                 return other.model_copy(update={"optimizer": name or None})
     return found
 
 
-def _search(question: Question, options: dict[str, Any], workload: Workload) -> SearchResult | None:
-    pins = question.pins.model_copy(update={"options": {**question.pins.options, **options}})
+def _search(problem: SearchProblem, options: dict[str, Any], workload: Workload) -> SearchResult | None:
+    pins = problem.pins.model_copy(update={"options": {**problem.pins.options, **options}})
     try:
         return search(
-            question.profile,
+            problem.profile,
             workload,
-            question.cluster,
+            problem.cluster,
             pins,
-            costs=question.costs,
-            only_runnable=question.only_runnable,
-            any_plan=question.any_plan,
+            costs=problem.costs,
+            only_runnable=problem.only_runnable,
+            any_plan=problem.any_plan,
         )
     except PlanError:
         return None
 
 
-def _merged(question: Question, found: SearchResult, other: SearchResult) -> SearchResult:
+def _merged(problem: SearchProblem, found: SearchResult, other: SearchResult) -> SearchResult:
     """Take the better candidate of each strategy, and rank them anew."""
     again = {candidate.plan.strategy: candidate for candidate in other.candidates}
     both = [_better(candidate, again.pop(candidate.plan.strategy, None)) for candidate in found.candidates]
-    ranked, chosen = rank(question, [*both, *(one for one in again.values() if one.fits)])
+    ranked, chosen = rank(problem, [*both, *(one for one in again.values() if one.fits)])
     considered = found.considered + other.considered
-    told = with_reasons(question, ranked, chosen, considered)
-    return found.model_copy(update={"candidates": tuple(told), "recommended": chosen, "considered": considered})
+    explained = with_reasons(problem, ranked, chosen, considered)
+    return found.model_copy(update={"candidates": tuple(explained), "recommended": chosen, "considered": considered})
 
 
 def _better(plain: Candidate, chunked: Candidate | None) -> Candidate:

@@ -32,13 +32,13 @@ class Costs:
     """
 
     estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
-    screen: Callable[[ModelProfile, Plan, Workload], int]
+    peak_lower_bound: Callable[[ModelProfile, Plan, Workload], int]
     step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
     links_known: bool = False
 
 
 @dataclass(frozen=True)
-class Question:
+class SearchProblem:
     """Search request with derived values; ``usable`` is None where a device's memory is unknown."""
 
     profile: ModelProfile
@@ -95,16 +95,16 @@ def _precision(cluster: ClusterSpec) -> tuple[RunPrecision, str]:
 
 def default_costs(rates: Rates | None = None, calibration: Calibration | None = None) -> Costs:
     """Return this package's cost model with measured rates of the device and of the links."""
-    from shardwise.cost.memory.estimate_memory import estimate, screen
+    from shardwise.cost.memory.estimate_memory import estimate, peak_lower_bound
     from shardwise.cost.time.estimate_time import step_time
 
     if rates is None and calibration is None:
-        return Costs(estimate=estimate, screen=screen, step_time=step_time)
+        return Costs(estimate=estimate, peak_lower_bound=peak_lower_bound, step_time=step_time)
 
     def measured(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
         return step_time(profile, plan, workload, cluster, rates=rates, calibration=calibration)
 
-    return Costs(estimate=estimate, screen=screen, step_time=measured)
+    return Costs(estimate=estimate, peak_lower_bound=peak_lower_bound, step_time=measured)
 
 
 def ask(
@@ -117,7 +117,7 @@ def ask(
     rates: Rates | None = None,
     only_runnable: bool = False,
     any_plan: bool = False,
-) -> Question:
+) -> SearchProblem:
     """Build a search request; a pinned adapter changes the profile.
 
     Raises:
@@ -130,7 +130,7 @@ def ask(
         profile, plain = adapted(profile, pins.strategy, workload, precision, cluster.device), profile
     if pins.options.get("optimizer_in_backward") and pins.grad_accum is None:
         pins = pins.model_copy(update={"grad_accum": 1})
-    return Question(
+    return SearchProblem(
         profile=profile,
         workload=workload,
         cluster=cluster,

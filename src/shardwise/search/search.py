@@ -25,19 +25,19 @@ from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.cost_inputs_of_plan import adapter_of
 from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
-from shardwise.search.heuristics import floor_bytes, rough_step_time_s
+from shardwise.search.heuristics import min_bytes, rough_step_time_s
 from shardwise.units import bytes_text
 
 if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
 
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import USABLE, Costs, Question, ask
+from shardwise.search.problem import USABLE, Costs, SearchProblem, ask
 
 TIE = 0.02  # relative difference in predicted time below which simplicity decides
 PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
-SCREEN_SLACK = 1.03  # a plan is dropped only if its lower bound exceeds the limit by this factor
+LOWER_BOUND_SLACK = 1.03  # a plan is dropped only if its lower bound exceeds the limit by this factor
 HOPELESS = 1.1  # a layout whose smallest plan exceeds that by this factor is not examined further
 TIMED = 128  # layouts that are timed, best rough estimates first
 MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
@@ -95,53 +95,55 @@ def search(
         PlanError: the pinned values have no layout, or the global batch matches no strategy.
     """
     asked = pins or Pins()
-    question = ask(
+    problem = ask(
         profile, workload, cluster, asked, costs=costs, rates=rates, only_runnable=only_runnable, any_plan=any_plan
     )
-    found, refused = laid_out(question)
-    ways = len(recomputes(question))
+    found, refused = laid_out(problem)
+    ways = len(recomputes(problem))
     considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
-    candidates = _best_of_each(question, found)
-    ranked, chosen = rank(question, candidates)
-    told = with_reasons(question, ranked, chosen, considered)
-    return SearchResult(candidates=tuple(told), recommended=chosen, considered=considered, advice=())
+    candidates = _best_of_each(problem, found)
+    ranked, chosen = rank(problem, candidates)
+    explained = with_reasons(problem, ranked, chosen, considered)
+    return SearchResult(candidates=tuple(explained), recommended=chosen, considered=considered, advice=())
 
 
-def laid_out(question: Question) -> tuple[list[Layout], list[Refusal]]:
+def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
     """Return the layouts of a request, and the rejected ones.
 
     Raises:
         PlanError: there is no layout.
     """
-    found, refused = layouts(question.profile, question.workload, question.cluster, question.pins)
-    kept = [one for one in found if not (question.only_runnable and one.strategy.not_runnable)]
+    found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
+    kept = [one for one in found if not (problem.only_runnable and one.strategy.not_runnable)]
     if not kept:
         raise PlanError(f"no strategy that this version runs can be laid out: {refused[0].reason}")
-    allowed, without = with_options(kept, question.pins, lambda one: plan_for(question, one, one.micros[0], "none"))
+    allowed, without = with_options(kept, problem.pins, lambda one: plan_for(problem, one, one.micros[0], "none"))
     return allowed, [*refused, *without]
 
 
-def recomputes(question: Question) -> tuple[Recompute, ...]:
+def recomputes(problem: SearchProblem) -> tuple[Recompute, ...]:
     """Return the recompute modes to try: the pinned one, or all where there are blocks."""
-    if question.pins.recompute is not None:
-        return (question.pins.recompute,)
-    return RECOMPUTES if question.profile.num_blocks else ("none",)
+    if problem.pins.recompute is not None:
+        return (problem.pins.recompute,)
+    return RECOMPUTES if problem.profile.num_blocks else ("none",)
 
 
-def plan_for(question: Question, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last") -> Plan:
+def plan_for(
+    problem: SearchProblem, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last"
+) -> Plan:
     """Build the plan of one option."""
     return Plan(
         strategy=layout.name,
         dims=layout.dims,
         micro_batch=micro,
         grad_accum=layout.share // micro,
-        seq_len=question.workload.seq_len or question.profile.seq_len,
-        precision=question.precision,
+        seq_len=problem.workload.seq_len or problem.profile.seq_len,
+        precision=problem.precision,
         recompute=recompute,
         gradient_sync=sync if layout.share > micro else "last",
-        device=question.cluster.device,
-        adapter=adapter_of(question.pins, question.workload) if layout.strategy.adapter != "none" else None,
-        **axis_options(question.pins, layout.strategy),
+        device=problem.cluster.device,
+        adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
+        **axis_options(problem.pins, layout.strategy),
     )
 
 
@@ -152,7 +154,7 @@ def axis_options(pins: Pins, strategy: Strategy) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if has_effect(name, strategy)}
 
 
-def fitting_options(question: Question, layout: Layout) -> list[Option]:
+def fitting_options(problem: SearchProblem, layout: Layout) -> list[Option]:
     """Return micro batch and recompute options that pass the lower bound, best first.
 
     Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by bisection,
@@ -161,33 +163,33 @@ def fitting_options(question: Question, layout: Layout) -> list[Option]:
     case is examined separately.
     """
     options: list[Option] = []
-    base = plan_for(question, layout, layout.micros[0], "none")
+    base = plan_for(problem, layout, layout.micros[0], "none")
     full = layout.micros[-1]  # the rank's full share
     most = {sync: len(layout.micros) - 2 for sync in syncs(layout)}
-    for recompute in reversed(recomputes(question)):
+    for recompute in reversed(recomputes(problem)):
         least = -1
         for sync in syncs(layout):
             plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
-            last = least = _largest(question, layout, plan, least, most[sync])
+            last = least = _largest(problem, layout, plan, least, most[sync])
             most[sync] = min(most[sync], max(0, last))
             micros = list(layout.micros[max(0, last - MICROS + 1) : last + 1])
-            if sync == "last" and _passes(question, layout, plan, full):
+            if sync == "last" and _passes(problem, layout, plan, full):
                 micros.append(full)
             for micro in micros:
-                rough_s = rough_step_time_s(question.totals, layout, micro, recompute, every=sync == "every")
+                rough_s = rough_step_time_s(problem.totals, layout, micro, recompute, every=sync == "every")
                 options.append(Option(layout, micro, recompute, sync, rough_s))
             if len(micros) and micros[-1] == full:
                 break  # more traffic has no benefit here
-        if not options and _is_hopeless(question, layout):
+        if not options and _is_hopeless(problem, layout):
             break
     return sorted(options, key=lambda option: option.rough_s)
 
 
-def _is_hopeless(question: Question, layout: Layout) -> bool:
-    if question.usable is None:
+def _is_hopeless(problem: SearchProblem, layout: Layout) -> bool:
+    if problem.usable is None:
         return False
-    least_bytes = question.costs.screen(question.profile, smallest(question, layout), question.workload)
-    return least_bytes > question.usable * SCREEN_SLACK * HOPELESS
+    least_bytes = problem.costs.peak_lower_bound(problem.profile, smallest(problem, layout), problem.workload)
+    return least_bytes > problem.usable * LOWER_BOUND_SLACK * HOPELESS
 
 
 def syncs(layout: Layout) -> tuple[GradientSync, ...]:
@@ -201,143 +203,145 @@ def syncs(layout: Layout) -> tuple[GradientSync, ...]:
     return ("last", "every") if accumulates and dims.pp == 1 else ("last",)
 
 
-def _passes(question: Question, layout: Layout, base: Plan, micro: int) -> bool:
-    if question.usable is None:
+def _passes(problem: SearchProblem, layout: Layout, base: Plan, micro: int) -> bool:
+    if problem.usable is None:
         return True
-    return _screened(question, layout, base, micro) <= question.usable * SCREEN_SLACK
+    return _screened(problem, layout, base, micro) <= problem.usable * LOWER_BOUND_SLACK
 
 
-def _screened(question: Question, layout: Layout, base: Plan, micro: int) -> int:
+def _screened(problem: SearchProblem, layout: Layout, base: Plan, micro: int) -> int:
     plan = base.model_copy(update={"micro_batch": micro, "grad_accum": layout.share // micro})
-    return question.costs.screen(question.profile, plan, question.workload)
+    return problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
 
 
-def _largest(question: Question, layout: Layout, base: Plan, low: int, high: int) -> int:
+def _largest(problem: SearchProblem, layout: Layout, base: Plan, low: int, high: int) -> int:
     """Return the index of the largest micro batch that passes the lower bound; else ``low``.
 
     From ``low`` to ``high``.
     """
     while low < high:
         middle = (low + high + 1) // 2
-        if _passes(question, layout, base, layout.micros[middle]):
+        if _passes(problem, layout, base, layout.micros[middle]):
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def cost_of(question: Question, plan: Plan, estimate: Estimate | None = None) -> Candidate:
+def cost_of(problem: SearchProblem, plan: Plan, estimate: Estimate | None = None) -> Candidate:
     """Estimate the full costs of a plan."""
-    memory = estimate or question.costs.estimate(question.profile, plan, question.workload, question.cluster)
-    time = time_of(question, plan)
-    return _priced(question, plan, memory, time)
+    memory = estimate or problem.costs.estimate(problem.profile, plan, problem.workload, problem.cluster)
+    time = time_of(problem, plan)
+    return _priced(problem, plan, memory, time)
 
 
-def time_of(question: Question, plan: Plan) -> StepTime | None:
+def time_of(problem: SearchProblem, plan: Plan) -> StepTime | None:
     """Predict the seconds of a plan; ``None`` where the speed of a device or link is unknown."""
-    if not question.timed:
+    if not problem.timed:
         return None
     try:
-        return question.costs.step_time(question.profile, plan, question.workload, question.cluster)
+        return problem.costs.step_time(problem.profile, plan, problem.workload, problem.cluster)
     except PlanError:
         return None
 
 
-def _priced(question: Question, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
+def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
     """Build a candidate with hours and dollars, the pipeline's stages, and a note if the host's memory is unknown."""
-    cluster = question.cluster
+    cluster = problem.cluster
     if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
         memory = memory.model_copy(update={"notes": (*memory.notes, note)})
     candidate = Candidate(
-        plan=with_stages(question.profile, plan), fits=fits(question, memory), reason="", memory=memory, time=time
+        plan=with_stages(problem.profile, plan), fits=fits(problem, memory), reason="", memory=memory, time=time
     )
     step_tokens = (plan.global_batch or 0) * (plan.seq_len or 0)
-    hours = training_hours(question.workload.tokens, step_tokens, time.step_s if time else None)
+    hours = training_hours(problem.workload.tokens, step_tokens, time.step_s if time else None)
     cost = training_cost(hours, cluster.world_size, cluster.price_per_device_hour)
     return candidate if hours is None else candidate.model_copy(update={"hours": hours, "cost": cost})
 
 
-def fits(question: Question, memory: Estimate) -> bool | None:
+def fits(problem: SearchProblem, memory: Estimate) -> bool | None:
     """Return whether an estimate is within the usable memory; ``None`` where one is unknown.
 
     Offloaded bytes must also be under the host's memory; where that is not known, the candidate's notes say so.
     """
-    host = question.cluster.host_memory_bytes
+    host = problem.cluster.host_memory_bytes
     if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return False
-    if question.usable is None:
+    if problem.usable is None:
         return None
     if memory.unknown:
-        return None if memory.device_bytes <= question.usable else False
-    return memory.device_bytes <= question.usable
+        return None if memory.device_bytes <= problem.usable else False
+    return memory.device_bytes <= problem.usable
 
 
-def _best_of_each(question: Question, found: Sequence[Layout]) -> list[Candidate]:
+def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candidate]:
     """Return the best variant of each promising strategy; others are only counted.
 
     The rough estimate selects layouts to time, the time selects strategies for a full memory estimate.
     """
-    fitting, unfit = _screen_all(question, found)
+    fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
     rest: dict[str, list[Option]] = {}
     for place, (layout, options) in enumerate(fitting):
         if place < TIMED or _is_plain(layout):
-            by_name.setdefault(layout.name, []).extend(_timed(question, options))
-            rest.setdefault(layout.name, []).extend(options[OPTIONS:] if question.timed else [])
+            by_name.setdefault(layout.name, []).extend(_timed(problem, options))
+            rest.setdefault(layout.name, []).extend(options[OPTIONS:] if problem.timed else [])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
     for place, ways in enumerate(strategies):
         if place < FULL or _is_plain(ways[0].layout):
             name = ways[0].layout.name
-            best[name] = _first_that_fits(question, ways, rest[name])
+            best[name] = _first_that_fits(problem, ways, rest[name])
     shown = 0
     for layout in unfit:
-        wanted = _is_plain(layout) or question.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
+        wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
         if layout.name not in best and wanted:
             shown += not _is_plain(layout)
-            best[layout.name] = cost_of(question, smallest(question, layout))
+            best[layout.name] = cost_of(problem, smallest(problem, layout))
     return list(best.values())
 
 
-def _screen_all(question: Question, found: Sequence[Layout]) -> tuple[list[tuple[Layout, list[Option]]], list[Layout]]:
+def _screen_all(
+    problem: SearchProblem, found: Sequence[Layout]
+) -> tuple[list[tuple[Layout, list[Option]]], list[Layout]]:
     """Return the layouts that pass the lower bound with their options, and those that do not.
 
     Layouts are examined in the order of their rough times with unlimited memory; once `TIMED` of them are known to be
     better than that, the rest is skipped.
     """
-    limit = None if question.usable is None else question.usable * SCREEN_SLACK
-    small = [one for one in found if limit is None or floor_bytes(question.totals, one) <= limit]
-    hopes = {id(one): _hope(question, one) for one in small} if question.timed else {}
+    limit = None if problem.usable is None else problem.usable * LOWER_BOUND_SLACK
+    small = [one for one in found if limit is None or min_bytes(problem.totals, one) <= limit]
+    hopes = {id(one): _optimistic_step_time_s(problem, one) for one in small} if problem.timed else {}
     small.sort(key=lambda one: hopes.get(id(one), 0.0))
     fitting: list[tuple[Layout, list[Option]]] = []
-    unfit = [one for one in found if limit is not None and floor_bytes(question.totals, one) > limit]
+    unfit = [one for one in found if limit is not None and min_bytes(problem.totals, one) > limit]
     best: list[float] = []
     for layout in small:
         if len(best) >= TIMED and hopes and best[TIMED - 1] <= hopes[id(layout)] and not _is_plain(layout):
             continue
-        options = fitting_options(question, layout)
+        options = fitting_options(problem, layout)
         if options:
             fitting.append((layout, options))
             insort(best, options[0].rough_s)
         else:
             unfit.append(layout)
-    if question.timed:
+    if problem.timed:
         fitting.sort(key=lambda pair: pair[1][0].rough_s)
     return fitting, sorted(unfit, key=lambda one: complexity(one.strategy))
 
 
-def _hope(question: Question, layout: Layout) -> float:
+def _optimistic_step_time_s(problem: SearchProblem, layout: Layout) -> float:
     """Return an optimistic rough time: no option of the layout is faster."""
-    recompute = recomputes(question)[0]
-    return min(rough_step_time_s(question.totals, layout, micro, recompute) for micro in layout.micros)
+    recompute = recomputes(problem)[0]
+    return min(rough_step_time_s(problem.totals, layout, micro, recompute) for micro in layout.micros)
 
 
-def _timed(question: Question, options: Sequence[Option]) -> list[Timed]:
+def _timed(problem: SearchProblem, options: Sequence[Option]) -> list[Timed]:
     """Time the best options; all options, without times, where speeds are unknown."""
-    kept = options[:OPTIONS] if question.timed else options
-    plans = [plan_for(question, option.layout, option.micro, option.recompute, option.sync) for option in kept]
-    return [Timed(option.layout, plan, time_of(question, plan)) for option, plan in zip(kept, plans, strict=True)]
+    kept = options[:OPTIONS] if problem.timed else options
+    plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in kept]
+    return [Timed(option.layout, plan, time_of(problem, plan)) for option, plan in zip(kept, plans, strict=True)]
 
 
 def _in_order(ways: list[Timed]) -> list[Timed]:
@@ -350,35 +354,35 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
     return way.step_s, *complexity(way.layout.strategy)
 
 
-def _first_that_fits(question: Question, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
+def _first_that_fits(problem: SearchProblem, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
     """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
     The gap between lower bound and estimate of one plan rules out others.
     """
     ratio, tries = 1.0, 0
     plans = [(way.plan, way.time) for way in ways]
-    plans += [(plan_for(question, o.layout, o.micro, o.recompute, o.sync), None) for o in rest]
+    plans += [(plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest]
     for place, (plan, known) in enumerate(plans):
-        screened = question.costs.screen(question.profile, plan, question.workload)
-        if tries >= TRIES or (place and question.usable is not None and screened * ratio > question.usable):
+        screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
+        if tries >= TRIES or (place and problem.usable is not None and screened * ratio > problem.usable):
             continue
-        memory = question.costs.estimate(question.profile, plan, question.workload, question.cluster)
-        if fits(question, memory) is not False:
-            time = known or time_of(question, plan)
-            return _priced(question, plan, memory, time)
+        memory = problem.costs.estimate(problem.profile, plan, problem.workload, problem.cluster)
+        if fits(problem, memory) is not False:
+            time = known or time_of(problem, plan)
+            return _priced(problem, plan, memory, time)
         ratio, tries = max(ratio, memory.device_bytes / max(1, screened)), tries + 1
-    return cost_of(question, smallest(question, ways[-1].layout))
+    return cost_of(problem, smallest(problem, ways[-1].layout))
 
 
-def smallest(question: Question, layout: Layout) -> Plan:
+def smallest(problem: SearchProblem, layout: Layout) -> Plan:
     """Return a layout's plan with least memory: most recompute, extreme micro batch.
 
     The smallest micro batch, reduced after each, or the largest, which accumulates no gradients.
     """
-    recompute = recomputes(question)[-1]
+    recompute = recomputes(problem)[-1]
     ends = sorted({layout.micros[0], layout.micros[-1]})
-    plans = [plan_for(question, layout, micro, recompute, sync) for micro in ends for sync in syncs(layout)]
-    return min(plans, key=lambda plan: question.costs.screen(question.profile, plan, question.workload))
+    plans = [plan_for(problem, layout, micro, recompute, sync) for micro in ends for sync in syncs(layout)]
+    return min(plans, key=lambda plan: problem.costs.peak_lower_bound(problem.profile, plan, problem.workload))
 
 
 def _is_plain(layout: Layout) -> bool:
@@ -391,21 +395,21 @@ def _plainness(plan: Plan) -> tuple[float, ...]:
     return RECOMPUTES.index(plan.recompute), plan.grad_accum, plan.gradient_sync == "every"
 
 
-def _order(question: Question, candidate: Candidate) -> tuple[float, ...]:
+def _order(problem: SearchProblem, candidate: Candidate) -> tuple[float, ...]:
     """Return the sort key: fitting plans first, then time, or simplicity without times."""
     verdict = {True: 0, None: 1, False: 2}[candidate.fits]
     simple = complexity(candidate.plan.parsed)
     if candidate.fits is False:
         return (verdict, candidate.memory.device_bytes)
-    step_s = (float("inf") if question.timed else 0.0) if candidate.time is None else candidate.time.step_s
+    step_s = (float("inf") if problem.timed else 0.0) if candidate.time is None else candidate.time.step_s
     return (verdict, step_s, *simple, *_plainness(candidate.plan))
 
 
-def rank(question: Question, candidates: Sequence[Candidate]) -> tuple[list[Candidate], int | None]:
+def rank(problem: SearchProblem, candidates: Sequence[Candidate]) -> tuple[list[Candidate], int | None]:
     """Return all candidates in order, and the index of the recommended one."""
-    ordered = sorted(candidates, key=lambda candidate: _order(question, candidate))
-    eligible = [c for c in ordered if _eligible(question, c)]
-    if not question.any_plan:
+    ordered = sorted(candidates, key=lambda candidate: _order(problem, candidate))
+    eligible = [c for c in ordered if _eligible(problem, c)]
+    if not problem.any_plan:
         eligible = [c for c in eligible if c.runnable] or eligible
     if not eligible:
         return ordered, None
@@ -423,24 +427,24 @@ def _is_close(candidate: Candidate, fastest_s: float) -> bool:
     return candidate.time is not None and candidate.time.step_s <= fastest_s * (1 + share)
 
 
-def _eligible(question: Question, candidate: Candidate) -> bool:
-    if candidate.fits is None and candidate.memory.unknown and question.usable is not None:
-        share = USABLE_IF_UNKNOWN / USABLE[question.cluster.device]
-        return candidate.memory.device_bytes <= question.usable * share
+def _eligible(problem: SearchProblem, candidate: Candidate) -> bool:
+    if candidate.fits is None and candidate.memory.unknown and problem.usable is not None:
+        share = USABLE_IF_UNKNOWN / USABLE[problem.cluster.device]
+        return candidate.memory.device_bytes <= problem.usable * share
     return candidate.fits is not False
 
 
-def simplest_fit(question: Question) -> Candidate | None:
+def simplest_fit(problem: SearchProblem) -> Candidate | None:
     """Return the simplest plan that fits at all, in its smallest form; for advice only."""
-    plain = replace(question, timed=False)
-    found = laid_out(question)[0]
-    for layout in found if question.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
-        if question.usable is not None and floor_bytes(question.totals, layout) > question.usable:
+    plain = replace(problem, timed=False)
+    found = laid_out(problem)[0]
+    for layout in found if problem.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
+        if problem.usable is not None and min_bytes(problem.totals, layout) > problem.usable:
             continue
         plan = smallest(plain, layout)
-        if question.usable is not None:
-            screened = question.costs.screen(question.profile, plan, question.workload)
-            if screened > question.usable * SCREEN_SLACK:
+        if problem.usable is not None:
+            screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
+            if screened > problem.usable * LOWER_BOUND_SLACK:
                 continue
         candidate = cost_of(plain, plan)
         if candidate.fits is not False:

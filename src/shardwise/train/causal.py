@@ -77,9 +77,9 @@ def transformers_configuration(path: Path, check: KindCheck, notes: list[str] | 
         )
     verbosity.set_verbosity_error()
     verbosity.disable_progress_bar()
-    told: list[str] = []
+    warned: list[str] = []
     try:
-        with _warnings(told) if notes is not None else contextlib.nullcontext():
+        with _warnings(warned) if notes is not None else contextlib.nullcontext():
             facts = AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except (Exception, RecursionError) as error:  # its checks raise classes of several packages
         reason = " ".join(str(error).split()).rstrip(".")
@@ -90,7 +90,7 @@ def transformers_configuration(path: Path, check: KindCheck, notes: list[str] | 
     if problems:
         raise ModelError(*problems)
     if notes is not None:
-        rotary = [line for line in dict.fromkeys(told) if "rope" in line]  # the others are about generating text
+        rotary = [line for line in dict.fromkeys(warned) if "rope" in line]  # the others are about generating text
         notes += [f"{where}: {line}" for line in [*_near_misses(facts, keys), *rotary]]
     facts.use_cache = False
     return facts

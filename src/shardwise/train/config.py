@@ -440,7 +440,7 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
         config = Config.model_validate(data)
     except ValidationError as error:
         problems += [explain(item, Config) for item in error.errors()]
-        problems += [told for told in length_problems(data) if told not in problems]
+        problems += [length_problem for length_problem in length_problems(data) if length_problem not in problems]
     if problems:
         raise ConfigError(*problems)
     return config

@@ -121,11 +121,11 @@ def evaluate(
     sums, done = {}, 0
     for name, part in parts.items():
 
-        def told(share: float, before: int = done, size: int = counts[name]) -> None:
+        def report_share(share: float, before: int = done, size: int = counts[name]) -> None:
             if tick is not None:
                 tick((before + share * size) / sum(counts.values()))
 
-        sums[name] = _sums(session, part, counts[name], batch, metrics or {}, told, loss_sum)
+        sums[name] = _sums(session, part, counts[name], batch, metrics or {}, report_share, loss_sum)
         done += counts[name]
         if session.stopped:
             break

@@ -35,11 +35,11 @@ def check_weights(session: TrainingSession) -> None:
 
 def _spoilt(session: TrainingSession) -> list[tuple[str, bool]]:
     """Return each trained parameter, and whether this rank's part of it is not finite."""
-    held = [(name, part) for name, part in _held(session) if part.numel()]
-    if not held:
+    parts = [(name, part) for name, part in _local_parts(session) if part.numel()]
+    if not parts:
         return []
-    fine = torch.stack([_is_finite(part) for _, part in held]).tolist()  # one wait for the device
-    return [(name, not good) for (name, _), good in zip(held, fine, strict=True)]
+    fine = torch.stack([_is_finite(part) for _, part in parts]).tolist()  # one wait for the device
+    return [(name, not good) for (name, _), good in zip(parts, fine, strict=True)]
 
 
 def _is_finite(part: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _is_finite(part: torch.Tensor) -> torch.Tensor:
     return least.isfinite() & largest.isfinite()
 
 
-def _held(session: TrainingSession) -> Iterator[tuple[str, torch.Tensor]]:
+def _local_parts(session: TrainingSession) -> Iterator[tuple[str, torch.Tensor]]:
     engine, ownership = session.applied.engine, ownership_of(session.module)
     if engine is not None:
         yield from engine.own_weights()

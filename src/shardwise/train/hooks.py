@@ -89,8 +89,8 @@ class ParameterHooks:
         """
         if any(row[0] < 0 for row in rows):
             late = next(iter(self._late().items()), ("", (None, None)))
-            told = gather_text(f"{late[0]} {int(bool(late[1][1]))}" if late[0] else "", _known(self._ranks))
-            name, _, after = next(text for text in told if text).partition(" ")
+            texts = gather_text(f"{late[0]} {int(bool(late[1][1]))}" if late[0] else "", _known(self._ranks))
+            name, _, after = next(text for text in texts if text).partition(" ")
             _check({name: ({}, {0: None} if after == "1" else {})}, self._plan)
         if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
             here = sorted({*_active(self._before), *_active(self._after)})
@@ -222,8 +222,8 @@ def _change(name: str, gradient: torch.Tensor, hooks: list[Any]) -> None:
             gradient.copy_(full)
         return
     mesh, local = gradient.device_mesh, gradient.to_local()
-    cut = distribute_tensor(full.contiguous(), mesh, gradient.placements, src_data_rank=None)
-    local.copy_(cut.to_local())
+    shard = distribute_tensor(full.contiguous(), mesh, gradient.placements, src_data_rank=None)
+    local.copy_(shard.to_local())
 
 
 def _gathered(gradient: DTensor) -> torch.Tensor:

@@ -72,10 +72,10 @@ class TrainingRun:
         corpus: TaskData,
         session: Session,
         reporter: Reporter,
-        watch: RunCallback | None = None,
+        recorder: RunCallback | None = None,
     ) -> None:
         self.config, self.plan, self.corpus, self.session, self.reporter = config, plan, corpus, session, reporter
-        self.watch = watch
+        self.recorder = recorder
         self.output = Path(config.train.output)
         self.loss_sum, self.noun = loss_of(config), noun_of(config)
         self.samples = samples_of(corpus, config)
@@ -124,11 +124,11 @@ class TrainingRun:
         self._protect()
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
-        if self.watch is not None:
-            self.watch.begin(self.session, self._isolation(), self.parts)
+        if self.recorder is not None:
+            self.recorder.begin(self.session, self._isolation(), self.parts)
         metrics = None
         if self.is_main:
-            also = None if self.watch is None else self.watch.wrote
+            also = None if self.recorder is None else self.recorder.wrote
             metrics = MetricsFile(self.output / "metrics.jsonl", self.session.steps_done, also)
         if self.is_main:
             self.reporter.begin(self.session.steps_done, self.total)
@@ -136,8 +136,8 @@ class TrainingRun:
             self._evaluate(None)
         if not self.evaluator.enough():
             self._steps(model, metrics)
-        if self.watch is not None:
-            self.watch.finish()
+        if self.recorder is not None:
+            self.recorder.finish()
         path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate_last(metrics)
@@ -238,8 +238,8 @@ class TrainingRun:
     def _between(self, result: StepResult, metrics: MetricsFile | None) -> None:
         """Run evaluation and checkpoint after a step, if they are due."""
         number = result.number
-        if self.watch is not None:
-            self.watch.between(self.session)
+        if self.recorder is not None:
+            self.recorder.between(self.session)
         if number == self.total:
             return
         every, better = self.config.train.eval_every, False
@@ -263,7 +263,7 @@ class TrainingRun:
             **({"tokens": self.tokens} if of_tokens else {"labels": self.tokens}),
             **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
-            **({} if self.watch is None else self.watch.told()),
+            **({} if self.recorder is None else self.recorder.changes()),
         )
         self.reporter.step(result.number, result.loss, per_second, self.noun)
 
@@ -405,7 +405,7 @@ class TrainingRun:
             if self.evaluator.best is not None:
                 self.evaluator.best.restore(state.get("best"))
             steps = resume.steps_in_all(config, self.order.epoch, self.global_batch, manifest.step, self.position)
-            self.total, told = steps, resume.news(manifest, config, self.plan, steps)
+            self.total, changes = steps, resume.news(manifest, config, self.plan, steps)
             self.extends = state["scheduler"]["total"] == manifest.step < steps
         if saved is not None:
             restore_random_states(saved, session.device)
@@ -413,8 +413,8 @@ class TrainingRun:
             seed_everything(config.train.seed + manifest.step, self._rng_state)
         if self.is_main:
             self.reporter.log(f"resuming after step {manifest.step} of {self.total} from '{path}'")
-            if told:
-                self.reporter.log(f"changed since then: {'; '.join(told)}")
+            if changes:
+                self.reporter.log(f"changed since then: {'; '.join(changes)}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:

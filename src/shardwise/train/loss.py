@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import DataError, ModelError
 from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.parallel.loss_terms import LossTerms
@@ -36,7 +36,7 @@ def token_loss_sum(
     if isinstance(logits, LateLogits):
         return logits.loss_sum(labels, IGNORED, terms)
     if isinstance(logits, DTensor):
-        return _cut_loss_sum(logits, labels, terms)
+        return _sharded_loss_sum(logits, labels, terms)
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     wide, flat = wide.flatten(0, -2), labels.flatten()
     found = functional.cross_entropy(wide, flat, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
@@ -45,7 +45,7 @@ def token_loss_sum(
     return found
 
 
-def _cut_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
+def _sharded_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> torch.Tensor:
     """Sum the cross-entropy over vocabulary-sharded logits, each rank its shard."""
     if tuple(logits.placements) != (Shard(logits.ndim - 1),):
         raise ModelError(
@@ -55,11 +55,11 @@ def _cut_loss_sum(logits: DTensor, labels: torch.Tensor, terms: LossTerms) -> to
     mesh, vocab = logits.device_mesh, logits.shape[-1]
     first = mesh.get_local_rank() * -(-vocab // mesh.size())  # as DTensor splits: the last parts may be smaller
     local = logits.to_local().flatten(0, -2)
-    found: torch.Tensor = _CutCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group(), terms)
+    found: torch.Tensor = _ShardedCrossEntropy.apply(local, labels.flatten(), first, vocab, mesh.get_group(), terms)
     return found
 
 
-class _CutCrossEntropy(Function):
+class _ShardedCrossEntropy(Function):
     """Summed cross-entropy of logits [tokens, part of the vocabulary].
 
     Fp32, or float64 for float64.
@@ -80,7 +80,7 @@ class _CutCrossEntropy(Function):
         wide = local if local.dtype == torch.float64 else local.float()
         tokens, width = wide.shape
         largest = wide.amax(-1) if width else wide.new_full((tokens,), -torch.inf)
-        with WAITS.part("exposed_tp"):
+        with COMM_TIMER.part("exposed_tp"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         at = labels - first
         here = counts & (at >= 0) & (at < width)
@@ -90,7 +90,7 @@ class _CutCrossEntropy(Function):
             torch.sum((wide - largest.unsqueeze(-1)).exp_(), -1, out=sums[0])
             own = wide.gather(-1, at.unsqueeze(-1)).squeeze(-1).masked_fill_(~here, 0)
             sums[1] = terms.target(own, wide.sum(-1) if terms.label_smoothing else None, vocab)
-        with WAITS.part("exposed_tp"):
+        with COMM_TIMER.part("exposed_tp"):
             dist.all_reduce(sums, group=group)
         log_total = sums[0].log_().add_(largest)
         ctx.terms, ctx.vocab = terms, vocab

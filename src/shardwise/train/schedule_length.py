@@ -94,13 +94,13 @@ def _compare(session: TrainingSession, scheduler: lr_scheduler.LRScheduler, leng
     if stream.epoch is not None:
         left, steps = length - scheduler.last_epoch, stream.steps_left(epoch)
         if abs(left - steps) > max(1, steps // 100):
-            _say(
+            _report(
                 f"{name} has {left} steps left, but the loop {steps}: an epoch has {epoch} steps here ({batches}); "
                 f"{fix}"
             )
         return
     if whole >= _SURE and whole != epoch and length % whole == 0 and length % epoch:
-        _say(
+        _report(
             f"{name} has {length} steps, a multiple of the loader's {whole} batches, but an epoch has {epoch} steps "
             f"here ({batches}); {fix}"
         )
@@ -110,5 +110,5 @@ def _number(count: int, noun: str, plural: str = "s") -> str:
     return f"{count} {noun}{plural if count != 1 else ''}"
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     logging.getLogger("shardwise").warning(text)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.control_message import refuse_gone
 from shardwise.errors import TrainingError, UserError
 from shardwise.parallel.data_parallel.fsdp import reshard
@@ -211,7 +211,7 @@ class Step:
             self._loss_sum += found.detach()
         self._current, self._backwards = len(self.micros) - 1, len(self.micros)
         session.agreement.send(self._loss_sum)
-        with WAITS.part("pipeline"):  # the last stages finish before the first ones: their part of the bubble
+        with COMM_TIMER.part("pipeline"):  # the last stages finish before the first ones: their part of the bubble
             session.agreement.arrive()
 
     def update(self, optimizer: Optimizer, clip_norm: float | None = None) -> StepResult:
@@ -238,10 +238,10 @@ class Step:
         session.check_optimizer(optimizer)
         reshard(session.applied.outer)  # a forward without a backward would leave stale weights gathered
         session.finish_gradients()
-        with WAITS.part("control"):
+        with COMM_TIMER.part("control"):
             session.agreement.settle(self._loss_sum)
         if session.scaler is not None:
-            with WAITS.part("clip"):
+            with COMM_TIMER.part("clip"):
                 session.scaler.unscale_(optimizer)
         session.notify("on_gradients", self)
         engine = session.applied.engine
@@ -264,7 +264,7 @@ class Step:
         session.stream.steps += 1
         session.notify("on_step_end", self)
         if engine is None:
-            with WAITS.part("optimizer"):  # returning memory takes its time
+            with COMM_TIMER.part("optimizer"):  # returning memory takes its time
                 optimizer.zero_grad()
         session.in_step = False
         return result

@@ -40,7 +40,7 @@ _NAMES = {
 }
 _TABLES = {"parts": "parts/{}_s", "between_s": "between/{}_s"}
 _NOT_LOGGED = ("step", "time")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Tracker(Protocol):
@@ -59,7 +59,7 @@ class Tracker(Protocol):
 class Trackers:
     """Trackers of a run; empty if none was requested. Created by `open_trackers`."""
 
-    def __init__(self, trackers: Mapping[str, Tracker], log: Say) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], log: Log) -> None:
         self._trackers = dict(trackers)
         self._log = log
 
@@ -109,7 +109,7 @@ def check_trackers(names: Sequence[str]) -> None:
         )
 
 
-def open_trackers(config: Config, steps_done: int, log: Say) -> Trackers:
+def open_trackers(config: Config, steps_done: int, log: Log) -> Trackers:
     """Open the trackers of ``train.trackers``, to continue after ``steps_done`` steps.
 
     For rank 0 only.

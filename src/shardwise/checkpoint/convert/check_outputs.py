@@ -312,7 +312,7 @@ def free_memory() -> int:
     free = int(psutil.virtual_memory().available)
     try:
         most = int((_CGROUP / "memory.max").read_text())
-        held = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return min(free, most - int(held["anon"]))
+        usage = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return min(free, most - int(usage["anon"]))
     except (OSError, ValueError, KeyError):  # no control group, or one without a limit
         return free

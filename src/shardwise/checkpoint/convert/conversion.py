@@ -151,13 +151,13 @@ def row_boxes(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box
     if not shape:
         yield Box((), ())
         return
-    cut = next(axis for axis in range(len(shape)) if inner[axis] <= limit or axis == len(shape) - 1)
-    rows = max(1, limit // inner[cut])
-    for index in itertools.product(*map(range, shape[:cut])):
-        for start in range(0, shape[cut], rows):
-            count = min(rows, shape[cut] - start)
-            rest = shape[cut + 1 :]
-            yield Box((*index, start, *(0,) * len(rest)), (*(1,) * cut, count, *rest))
+    split_axis = next(axis for axis in range(len(shape)) if inner[axis] <= limit or axis == len(shape) - 1)
+    rows = max(1, limit // inner[split_axis])
+    for index in itertools.product(*map(range, shape[:split_axis])):
+        for start in range(0, shape[split_axis], rows):
+            count = min(rows, shape[split_axis] - start)
+            rest = shape[split_axis + 1 :]
+            yield Box((*index, start, *(0,) * len(rest)), (*(1,) * split_axis, count, *rest))
 
 
 def pace(*sources: Source) -> tuple[int, int]:
@@ -245,8 +245,8 @@ def _dealt(selection: Selection, limit: int, to: To) -> list[_File]:
     room = 0
     for item in selection.items:
         itemsize = item.info.dtype.itemsize
-        cut = to == "shardwise" and item.info.num_bytes > limit
-        boxes = list(row_boxes(item.info.shape, itemsize, limit)) if cut else [item.info.full]
+        split_axis = to == "shardwise" and item.info.num_bytes > limit
+        boxes = list(row_boxes(item.info.shape, itemsize, limit)) if split_axis else [item.info.full]
         for box in boxes:
             size = box.numel * itemsize
             if not files or size > room:

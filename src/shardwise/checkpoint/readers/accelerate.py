@@ -130,11 +130,11 @@ class _OptimizerFile:
                 while key in paths:  # two paths may read the same
                     key += "'"
                 paths[key], self._values[key] = where, leaf
-            held = {key: leaf for key, leaf in self._values.items() if isinstance(leaf, StoredTensor)}
-            found = sort_out(paths, held, self._value)
+            stored_keys = {key: leaf for key, leaf in self._values.items() if isinstance(leaf, StoredTensor)}
+            found = sort_out(paths, stored_keys, self._value)
             if odd := [printable(name) for name in found.tensors if not name.isprintable()]:
                 raise CheckpointError(f"'{path}' has names with control characters: {short_list(odd)}; save it again")
-            self._stored = {n: held[key] for n, key in found.tensors.items() if n.startswith("optimizer/")}
+            self._stored = {n: stored_keys[key] for n, key in found.tensors.items() if n.startswith("optimizer/")}
             self.tensors = {name: TensorInfo(stored.dtype, stored.shape) for name, stored in self._stored.items()}
             self.optimizer = found.optimizer
             self.notes = found.notes

@@ -94,17 +94,17 @@ def _take(metadata: Any, found: Contents, chunks: dict[str, dict[Box, ByteRange]
     state = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], ByteRange] = {}
     for index, info in _mapping(state["storage_data"]).items():
-        told = _state(index, "MetadataIndex")
-        offset = told.get("offset")
-        places[_text(told["fqn"]), None if offset is None else _sizes(offset)] = _place(_state(info, "_StorageInfo"))
+        fields = _state(index, "MetadataIndex")
+        offset = fields.get("offset")
+        places[_text(fields["fqn"]), None if offset is None else _sizes(offset)] = _place(_state(info, "_StorageInfo"))
     for key, entry in _mapping(state["state_dict_metadata"]).items():
         if _kind(entry) == "BytesStorageMetadata":
             found.values.setdefault(_text(key), places[key, None])
             continue
-        told = _state(entry, "TensorStorageMetadata")
-        info = TensorInfo(_dtype(told["properties"], key), _sizes(told["size"]))
+        fields = _state(entry, "TensorStorageMetadata")
+        info = TensorInfo(_dtype(fields["properties"], key), _sizes(fields["size"]))
         boxes = chunks.setdefault(_text(key), {})
-        for chunk in told["chunks"]:
+        for chunk in fields["chunks"]:
             message = _state(chunk, "ChunkStorageMetadata")
             box = Box(_sizes(message["offsets"]), _sizes(message["sizes"]))
             if box.numel:
@@ -156,8 +156,8 @@ def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     pair = _overlapping(boxes) if len(boxes) > 1 else None
     if pair is not None:
         return f"the pieces at {list(pair[0].offsets)} and {list(pair[1].offsets)} overlap"
-    held = sum(box.numel for box in boxes)
-    return f"the pieces contain {held} of {full} elements" if held != full else ""
+    num_elements = sum(box.numel for box in boxes)
+    return f"the pieces contain {num_elements} of {full} elements" if num_elements != full else ""
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -188,17 +188,17 @@ def _overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _place(told: Mapping[str, Any]) -> ByteRange:
-    name = _text(told["relative_path"])
+def _place(fields: Mapping[str, Any]) -> ByteRange:
+    name = _text(fields["relative_path"])
     if name != PurePosixPath(name).name or name in ("", ".", ".."):
         raise ValueError(f"'{name}' is not a plain file name")
-    transforms = told.get("transform_descriptors")
+    transforms = fields.get("transform_descriptors")
     if transforms:
         raise CheckpointError(
             printable(f"'{name}' was written through the transform {transforms}, which this version does not read")
             + "; load it with the program that wrote it and save it again without extensions"
         )
-    begin, length = _sizes((told["offset"], told["length"]))
+    begin, length = _sizes((fields["offset"], fields["length"]))
     return ByteRange(name, begin, length)
 
 

@@ -64,9 +64,9 @@ class DcpSafetensorsSource(WeightsOnly):
         pieces: dict[str, dict[tuple[int, ...], Shard]] = defaultdict(dict)
         dtypes: dict[str, set[str]] = defaultdict(set)
         for file in files:
-            held = self._reader.entries(file)
+            stored_keys = self._reader.entries(file)
             offsets = self._offsets(file)
-            for key, stored in held.items():
+            for key, stored in stored_keys.items():
                 begin = offsets.get(key, {}).get("saved_offsets", [0] * len(stored.shape))
                 if not (isinstance(begin, list) and all(type(n) is int for n in begin)):
                     raise CheckpointError(f"'{self.place}/{file}' is damaged: the offsets of {key} are {begin}; {_FIX}")

@@ -102,7 +102,7 @@ class DeepSpeedSource:
         self.notes: list[str] = []
         self.aliases: dict[str, str] = {}
         self.optimizer: Mapping[str, Any] | None = None
-        self._held: dict[str, Flat | _Full] = {}
+        self._tensors: dict[str, Flat | _Full] = {}
         self._scalars: dict[str, dict[str, Any]] = {}
         self._files = ExitStack()
         try:
@@ -114,7 +114,7 @@ class DeepSpeedSource:
             self._files.close()
             raise
         self.kind = f"DeepSpeed folder, ZeRO stage {self.stage}"
-        self.tensors: Mapping[str, TensorInfo] = {name: held.info for name, held in self._held.items()}
+        self.tensors: Mapping[str, TensorInfo] = {name: tensor.info for name, tensor in self._tensors.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +125,7 @@ class DeepSpeedSource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         """See `Source.read`."""
         try:
-            return self._held[name].read(box)
+            return self._tensors[name].read(box)
         except CheckpointError as error:
             raise CheckpointError(f"{name}: {error}") from None
 
@@ -192,9 +192,9 @@ class DeepSpeedSource:
         self._name = dict(zip(raw, cleaned, strict=True))
 
     def _put(self, name: str, tensor: Flat | _Full) -> None:
-        if name in self._held:
+        if name in self._tensors:
             raise CheckpointError(f"'{self.folder}' has {name} twice; {AGAIN}")
-        self._held[name] = tensor
+        self._tensors[name] = tensor
 
     # weights
 
@@ -213,9 +213,9 @@ class DeepSpeedSource:
 
     def _weights(self, state: Mapping[str, Any], masters: Mapping[str, Flat]) -> None:
         """Register the masters, and stored buffers and parameters without a master."""
-        cut = self.stage == 3  # where the model's file has no weights
+        partitioned = self.stage == 3  # where the model's file has no weights
         module = {name: value for name, value in state["module"].items() if isinstance(value, StoredTensor)}
-        shared = _shared(state, module, masters, cut)
+        shared = _shared(state, module, masters, partitioned)
         frozen = _shapes(state.get("frozen_param_shapes"))
         for name, tensor in masters.items():
             self._put(f"model/{self._name[name]}", tensor)
@@ -223,11 +223,11 @@ class DeepSpeedSource:
         for name, stored in module.items():
             if name in shared:
                 self.aliases[f"model/{self._name[name]}"] = f"model/{self._name.get(shared[name], shared[name])}"
-            elif name in masters or (cut and name in frozen):
+            elif name in masters or (partitioned and name in frozen):
                 continue  # the stored one is a low-precision copy, or empty
             elif name.endswith(_EXTRA_STATE):
                 extra.append(name)
-            elif cut and stored.shape == (0,) and name not in _list(state.get("buffer_names")):
+            elif partitioned and stored.shape == (0,) and name not in _list(state.get("buffer_names")):
                 empty.append(name)
             else:
                 self._put(f"model/{self._name[name]}", _Full(self._model, stored))
@@ -250,7 +250,7 @@ class DeepSpeedSource:
             self._put(f"model/{self._name[name]}", tensor)
 
     def _check_aliases(self) -> None:
-        lost = [alias for alias, name in self.aliases.items() if name not in self._held]
+        lost = [alias for alias, name in self.aliases.items() if name not in self._tensors]
         if lost:
             self.notes.append(f"these are tied to weights that are not in the files: {short_list(lost)}")
         self.aliases = {alias: name for alias, name in self.aliases.items() if alias not in lost}
@@ -381,7 +381,7 @@ class DeepSpeedSource:
             return
         for group, called in zip(masters, names, strict=False):
             for master, name in zip(group, called, strict=True):
-                self._held[f"model/{self._name[name]}"] = _Full(self._model, master)
+                self._tensors[f"model/{self._name[name]}"] = _Full(self._model, master)
         for group, called in zip(numbers, names, strict=True):
             for number, name in zip(group, called, strict=True):
                 for key, value in (base["state"].get(number) or {}).items():
@@ -444,20 +444,20 @@ class DeepSpeedSource:
 
 
 def _shared(
-    state: Mapping[str, Any], module: Mapping[str, StoredTensor], masters: Mapping[str, Any], cut: bool
+    state: Mapping[str, Any], module: Mapping[str, StoredTensor], masters: Mapping[str, Any], partitioned: bool
 ) -> dict[str, str]:
     """Find the other names of tied parameters, from the file's record and equal storage.
 
-    ``cut``: tensors are empty because their values are elsewhere. The file marks empty parameters as tied to one
+    ``partitioned``: tensors are empty because their values are elsewhere. The file marks empty parameters as tied to one
     another, which they are not.
     """
     message = state.get("shared_params") or {}
     owner: dict[StoredTensor, str] = {module[name]: name for name in module if name in masters}
     shared: dict[str, str] = {}
     for name, stored in module.items():
-        if name in masters or not (cut or stored.numel):
+        if name in masters or not (partitioned or stored.numel):
             continue
-        first = message.get(name, None if cut else owner.setdefault(stored, name))
+        first = message.get(name, None if partitioned else owner.setdefault(stored, name))
         if first is not None and first != name:
             shared[name] = str(first)
     return shared

@@ -185,14 +185,14 @@ def spans_of(
     found: dict[str, list[PartitionRange]] = {}
     for flat, parameters in enumerate(shapes):
         if stage == 3:
-            found |= _cut_by_parameter(flat, parameters, partitions)
+            found |= _split_by_parameter(flat, parameters, partitions)
         else:
             free = list(paddings[flat]) if paddings is not None else [0] * len(parameters)
-            found |= _cut_as_one(flat, parameters, free, partitions)
+            found |= _split_as_one(flat, parameters, free, partitions)
     return found
 
 
-def _cut_as_one(
+def _split_as_one(
     flat: int, parameters: Shapes, free: Sequence[int], partitions: Sequence[Partition]
 ) -> dict[str, list[PartitionRange]]:
     lengths = [partition.masters[flat].shape[0] for partition in partitions]
@@ -220,7 +220,7 @@ def _cut_as_one(
     return found
 
 
-def _cut_by_parameter(
+def _split_by_parameter(
     flat: int, parameters: Shapes, partitions: Sequence[Partition]
 ) -> dict[str, list[PartitionRange]]:
     world = len(partitions)
@@ -238,15 +238,15 @@ def _cut_by_parameter(
 def spans_of_parts(flat: int, begin: int, numel: int, world: int) -> list[PartitionRange]:
     """Split one parameter into equal parts at one offset on every rank, without padding."""
     part = -(-numel // world)
-    held = [(rank, min(part, numel - rank * part)) for rank in range(world)]
-    return [PartitionRange(rank, flat, begin, length) for rank, length in held if length > 0]
+    ranges = [(rank, min(part, numel - rank * part)) for rank in range(world)]
+    return [PartitionRange(rank, flat, begin, length) for rank, length in ranges if length > 0]
 
 
 def _wrong_length(flat: int, partitions: Sequence[Partition], needed: str) -> CheckpointError:
-    held = ", ".join(f"{partition.masters[flat].shape[0]} in '{partition.name}'" for partition in partitions[:4])
+    ranges = ", ".join(f"{partition.masters[flat].shape[0]} in '{partition.name}'" for partition in partitions[:4])
     more = f" and {len(partitions) - 4} more" if len(partitions) > 4 else ""
     return CheckpointError(
-        f"flat partition {flat} has {held}{more} elements; the parameters of the model's file need {needed} for "
+        f"flat partition {flat} has {ranges}{more} elements; the parameters of the model's file need {needed} for "
         f"{len(partitions)} ranks; the files are of different checkpoints, or DeepSpeed laid them out in another way"
     )
 

@@ -232,14 +232,14 @@ def _checked(
     if len(shape) != len(strides):
         raise Unreadable(f"a tensor of shape {shape} with the strides {strides}")
     tensor = StoredTensor(dtype, shape, strides, offset, storage.key, storage.big_endian)
-    held = storage.num_bytes // dtype.itemsize
-    if tensor.end > held:
+    capacity = storage.num_bytes // dtype.itemsize
+    if tensor.end > capacity:
         raise Unreadable(
             f"a tensor of shape {shape} at element {offset} reaches outside of its storage '{storage.key}', which "
-            f"holds {held} elements; the file is damaged or was made to mislead"
+            f"holds {capacity} elements; the file is damaged or was made to mislead"
         )
-    if tensor.numel > max(held, FREE_ELEMENTS):
-        raise Unreadable(f"a tensor of shape {shape} repeats a storage of {held} elements; save it contiguous")
+    if tensor.numel > max(capacity, FREE_ELEMENTS):
+        raise Unreadable(f"a tensor of shape {shape} repeats a storage of {capacity} elements; save it contiguous")
     return tensor
 
 

@@ -19,7 +19,7 @@ class LiveSource(WeightsOnly):
     def __init__(self, module: nn.Module, place: str) -> None:
         self.kind = "model in memory"
         self.place = place
-        self._held: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}
         for name, value in module.state_dict(keep_vars=True).items():
@@ -29,16 +29,16 @@ class LiveSource(WeightsOnly):
                 aliases[f"{_PREFIX}{name}"] = first[id(value)]
                 continue
             first[id(value)] = f"{_PREFIX}{name}"
-            self._held[f"{_PREFIX}{name}"] = value.detach()
+            self._tensors[f"{_PREFIX}{name}"] = value.detach()
         self.aliases: Mapping[str, str] = aliases
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._held.items()
+            name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()
         }
 
     def __exit__(self, *exc: object) -> None:
-        self._held = {}
+        self._tensors = {}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """See `Source.read`."""
         place = tuple(slice(start, start + count) for start, count in zip(box.offsets, box.lengths, strict=True))
-        return self._held[name][place].contiguous()
+        return self._tensors[name][place].contiguous()

@@ -91,12 +91,12 @@ class StateDictSource:
                 raise ValueError("weight_map does not map names to file names")
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"'{folder / index}' is damaged: {error!r:.200}; {_FIX}") from None
-        held = {file: self._dict_of(folder / file) for file in sorted(set(places.values()))}
-        lost = [f"{n} in '{file}'" for n, file in places.items() if not isinstance(held[file].get(n), StoredTensor)]
+        contents = {file: self._dict_of(folder / file) for file in sorted(set(places.values()))}
+        lost = [f"{n} in '{file}'" for n, file in places.items() if not isinstance(contents[file].get(n), StoredTensor)]
         if lost:
             raise CheckpointError(f"'{folder / index}' names tensors that are not there: {short_list(lost)}; {_FIX}")
         self._file_of = places
-        return {name: held[file][name] for name, file in places.items()}
+        return {name: contents[file][name] for name, file in places.items()}
 
     def _sort_out(self, content: dict[Any, Any]) -> None:
         """Fill in the attributes of a source."""

@@ -78,19 +78,19 @@ def sort_out(paths: Mapping[str, Path], tensors: Iterable[str], value: Callable[
     Raises:
         CheckpointError: two entries would have one name, and what ``value`` raises.
     """
-    held = set(tensors)
+    stored_keys = set(tensors)
     optimizers = _optimizers(paths)
     taken = {key for optimizer in optimizers for key in optimizer.keys}
     rest = {key: path for key, path in paths.items() if key not in taken}
     found = Found()
-    root, weights = _weights({key: path for key, path in rest.items() if key in held})
+    root, weights = _weights({key: path for key, path in rest.items() if key in stored_keys})
     raw = {key: ".".join(map(str, path[len(root) :])) for key, path in weights.items()}
     for key, name in zip(raw, clean_names(list(raw.values())), strict=True):
         _put(found, f"model/{name}", key)
     if not root and len({path[0] for path in weights.values() if len(path) > 1}) > 1:
         tops = sorted({str(path[0]) for path in weights.values()})
         found.notes.append(f"the weights are under {', '.join(tops)}; their names keep that in front")
-    _Filing(found, held, value).file(optimizers)
+    _Filing(found, stored_keys, value).file(optimizers)
     rest = {key: path for key, path in rest.items() if key not in weights}
     found.step_key = _step_key(rest)
     found.notes += _left_over({key: path for key, path in rest.items() if key != found.step_key}, root)
@@ -183,13 +183,13 @@ def _parameter_in(text: str, known: set[str]) -> tuple[str, str]:
     return text[:end], text[end + 1 :]
 
 
-def _weights(held: Mapping[str, Path]) -> tuple[Path, dict[str, Path]]:
+def _weights(stored_keys: Mapping[str, Path]) -> tuple[Path, dict[str, Path]]:
     """Return the root of the weights, and the entries that are weights."""
     root: Path = ()
     known = False  # below a common key of weights
     while True:
         depth = len(root)
-        below = {k: p for k, p in held.items() if p[:depth] == root and len(p) > depth and _may_be_weight(p)}
+        below = {k: p for k, p in stored_keys.items() if p[:depth] == root and len(p) > depth and _may_be_weight(p)}
         nested = {path[depth] for path in below.values() if len(path) > depth + 1}
         leaves = {key: path for key, path in below.items() if len(path) == depth + 1}
         called = next((name for name in _WEIGHTS if name in nested), None)

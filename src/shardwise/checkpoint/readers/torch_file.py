@@ -86,10 +86,10 @@ class TorchFile:
         if not box.numel:
             return result
         try:
-            begin, held = self._place(stored.key)
+            begin, size = self._place(stored.key)
             first = stored.offset + sum(o * s for o, s in zip(box.offsets, stored.stride, strict=True))
-            if stored.offset < 0 or stored.end * width > held:
-                self._damaged(f"storage '{stored.key}' has {held} bytes, {stored.end * width} are needed")
+            if stored.offset < 0 or stored.end * width > size:
+                self._damaged(f"storage '{stored.key}' has {size} bytes, {stored.end * width} are needed")
             self._fill(data, result, begin + first * width, stored.stride)
         except (OSError, EOFError) as error:
             self._damaged(str(error))
@@ -189,8 +189,8 @@ class TorchFile:
         storage = _storage(reference, self._big_endian)
         info = self._entries.get(f"data/{storage.key}")
         if info is None or info.file_size < storage.num_bytes:
-            held = "nothing" if info is None else f"{info.file_size} bytes"
-            self._damaged(f"storage '{storage.key}' should have {storage.num_bytes} bytes and has {held}")
+            size = "nothing" if info is None else f"{info.file_size} bytes"
+            self._damaged(f"storage '{storage.key}' should have {storage.num_bytes} bytes and has {size}")
         return storage
 
     # files before torch 1.6

@@ -128,9 +128,9 @@ class DirectWriter:
         for begin in range(0, len(data), BUFFER):
             part = source[begin : begin + BUFFER]
             np.copyto(buffer[: len(part)], part)  # unlike an assignment to a memoryview, this releases the GIL
-            held = buffer[: len(part)].data
-            done = self._try(offset + begin, held)
-            write_all(self._plain, held[done:], offset + begin + done)
+            window = buffer[: len(part)].data
+            done = self._try(offset + begin, window)
+            write_all(self._plain, window[done:], offset + begin + done)
         self._spare.append(buffer)
 
     def _try(self, offset: int, data: memoryview) -> int:

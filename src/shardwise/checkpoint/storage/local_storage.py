@@ -132,21 +132,21 @@ class RangeReader:
     def _small(self, begin: int, length: int) -> bytes:
         """Read a small range of a remote file, from a cached window or with read-ahead."""
         with self._lock:
-            for start, held in self._windows:
-                if start <= begin and begin + length <= start + len(held):
+            for start, window in self._windows:
+                if start <= begin and begin + length <= start + len(window):
                     self._ends.append(begin + length)
-                    return held[begin - start : begin - start + length]
+                    return window[begin - start : begin - start + length]
             follows = self.ahead and any(0 <= begin - end <= GAP for end in self._ends)
             self._ends.append(begin + length)
         ahead = (AHEAD if begin else FIRST) if follows else length
         wanted = min(max(ahead, length), self.size - begin)
-        held = self._ask(begin, wanted)
-        if len(held) < length:
-            raise EOFError(f"the file ends at byte {begin + len(held)}, {begin + length} are needed")
+        window = self._ask(begin, wanted)
+        if len(window) < length:
+            raise EOFError(f"the file ends at byte {begin + len(window)}, {begin + length} are needed")
         if wanted > length:
             with self._lock:
-                self._windows.append((begin, held))
-        return held[:length]
+                self._windows.append((begin, window))
+        return window[:length]
 
     def _read_some(self, begin: int, part: memoryview) -> int:
         if self._handle >= 0:

@@ -161,7 +161,7 @@ class _Parts:
         files: Any = path.fs
         bucket, key, _ = files.split_path(path.path)
         self._target = {"Bucket": bucket, "Key": key}
-        self._held = io.BytesIO()
+        self._buffer = io.BytesIO()
         self._upload: str | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._parts: list[Future[str]] = []
@@ -169,15 +169,15 @@ class _Parts:
     def write(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
-            done += self._held.write(view[done : done + self.part - self._held.tell()])
-            if self._held.tell() == self.part:
+            done += self._buffer.write(view[done : done + self.part - self._buffer.tell()])
+            if self._buffer.tell() == self.part:
                 self._send()
 
     def close(self) -> None:
         if self._upload is None:
-            self._call("put_object", Body=_from_start(self._held))
+            self._call("put_object", Body=_from_start(self._buffer))
             return
-        if self._held.tell():
+        if self._buffer.tell():
             self._send()
         tags = [{"PartNumber": number + 1, "ETag": part.result()} for number, part in enumerate(self._parts)]
         self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": tags})
@@ -185,7 +185,7 @@ class _Parts:
 
     def discard(self) -> None:
         self._stop()
-        self._held = io.BytesIO()
+        self._buffer = io.BytesIO()
         if self._upload is not None:
             self._call("abort_multipart_upload", UploadId=self._upload)
 
@@ -195,7 +195,7 @@ class _Parts:
             self._pool = ThreadPoolExecutor(UPLOADS, "upload")
         if len(self._parts) >= UPLOADS:
             self._parts[-UPLOADS].result()  # bounds the parts in memory; the first error ends the upload
-        body, self._held = _from_start(self._held), io.BytesIO()
+        body, self._buffer = _from_start(self._buffer), io.BytesIO()
         self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, body))
 
     def _put(self, number: int, body: io.BytesIO) -> str:

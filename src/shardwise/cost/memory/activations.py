@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwise.cost.memory.local_shapes import FP32, Same, ShardLayout
+from shardwise.cost.memory.local_shapes import FP32, ShardLayout, UnitKey
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.divisibility import kv_repeats
@@ -52,7 +52,7 @@ class UnitBytes:
 def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Compute `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
-    cuts = Cuts(
+    sharding = ActivationSharding(
         layout.tp,
         layout.cp,
         sequence=layout.sequence and (unit.kind == "block" or layout.framework != "shardwise"),
@@ -61,11 +61,11 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         exchanges=layout.cp > 1 and layout.framework == "shardwise",
         own_loss=layout.framework == "shardwise",
     )
-    return _unit_bytes(Same(unit), layout.width, layout.autocasts, cuts, mode, compiled)
+    return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class ActivationSharding:
     """Divisors of a unit's rows, heads and columns.
 
     ``regathers``: rows are gathered once more in backward, as in Megatron-LM (see the module docstring). ``exchanges``:
@@ -82,46 +82,52 @@ class Cuts:
 
     def of_input(self, op: Op) -> int:
         """Ranks that divide an op's saved input; a column-parallel product saves its full input."""
-        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+        if op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not self.sequence):
             return 1
-        full = op.kind == "matmul" and op.cut in ("column", "vocab") and not self.regathers
+        full = op.kind == "matmul" and op.tp_sharding in ("column", "vocab") and not self.regathers
         return 1 if full else self.tp
 
     def of_gradient(self, op: Op) -> int:
         """Ranks that divide the gradient of an op's input, before it is summed over them."""
-        return 1 if op.cut == "none" or (op.kind == "matmul" and op.cut in ("column", "vocab")) else self.tp
+        return (
+            1
+            if op.tp_sharding == "none" or (op.kind == "matmul" and op.tp_sharding in ("column", "vocab"))
+            else self.tp
+        )
 
     def of_output(self, op: Op) -> int:
         """Ranks that divide an op's result; a row-parallel product makes full-size partial sums."""
-        if op.cut == "none" or (op.cut == "sequence" and not self.sequence):
+        if op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not self.sequence):
             return 1
-        return 1 if op.kind == "matmul" and op.cut == "row" else self.tp
+        return 1 if op.kind == "matmul" and op.tp_sharding == "row" else self.tp
 
     def of_entry(self, unit: Unit) -> int:
         """Ranks that divide the stream between blocks: with sequence parallel as the block's norms."""
-        return self.tp if self.sequence and any(op.cut == "sequence" for op in unit.ops) else 1
+        return self.tp if self.sequence and any(op.tp_sharding == "sequence" for op in unit.ops) else 1
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recompute, compiled: bool) -> UnitBytes:
+def _unit_bytes(
+    same: UnitKey, width: int, autocasts: bool, sharding: ActivationSharding, mode: Recompute, compiled: bool
+) -> UnitBytes:
     unit = same.unit
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # low-precision base, same stream
     seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
-    shares = autocasts and cuts.tp > 1 and cuts.sequence and cuts.own_loss
+    shares = autocasts and sharding.tp > 1 and sharding.sequence and sharding.own_loss
     for op in _entered_once(seen or unit.ops) if shares else seen or unit.ops:
         if op.kind == "loss":
-            divided = cuts.tp > 1 and cuts.vocab and op.cut == "vocab"
-            logits = op.temporary / (cuts.cp * (cuts.tp if divided else 1))
+            divided = sharding.tp > 1 and sharding.vocab and op.tp_sharding == "vocab"
+            logits = op.temporary / (sharding.cp * (sharding.tp if divided else 1))
             continue
-        ops.append(_op_bytes(op, width, autocasts and not seen, cuts, compiled))
+        ops.append(_op_bytes(op, width, autocasts and not seen, sharding, compiled))
         if op.kept_by_selective:
-            result = _output_bytes(op, width, cuts)
+            result = _output_bytes(op, width, sharding)
             outputs += result
             shared += 0.0 if op.temporary else result  # a later op would have saved it, too
     if autocasts and not seen and not shares:
         ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
-    entry = unit.input_elements * (FP32 if autocasts else width) / (cuts.cp * cuts.of_entry(unit))
+    entry = unit.input_elements * (FP32 if autocasts else width) / (sharding.cp * sharding.of_entry(unit))
     saved = sum(op.saved for op in ops)
     kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
     repeated = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
@@ -132,7 +138,7 @@ def _unit_bytes(same: Same, width: int, autocasts: bool, cuts: Cuts, mode: Recom
         again=repeated,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,
-        loss_copies=_loss_copies(cuts, divided=divided) if logits else 0,
+        loss_copies=_loss_copies(sharding, divided=divided) if logits else 0,
     )
 
 
@@ -145,9 +151,9 @@ def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
     """
     reader: tuple[int, int] | None = None
     for op in ops:
-        if op.kind == "norm" or op.cut == "row":
+        if op.kind == "norm" or op.tp_sharding == "row":
             reader = None
-        elif op.kind == "matmul" and op.cut == "column" and op.saved >= op.m * op.k:
+        elif op.kind == "matmul" and op.tp_sharding == "column" and op.saved >= op.m * op.k:
             if reader == (op.m, op.k):
                 yield replace(op, saved=op.saved - op.m * op.k)
                 continue
@@ -155,53 +161,55 @@ def _entered_once(ops: Sequence[Op]) -> Iterator[Op]:
         yield op
 
 
-def _loss_copies(cuts: Cuts, *, divided: bool) -> int:
+def _loss_copies(sharding: ActivationSharding, *, divided: bool) -> int:
     """Number of fp32 copies of the logits in the backward of the loss.
 
     Megatron-LM works in place; a loss over a sharded vocabulary keeps the logits and makes their gradient
     (``train.loss``); torch's loss also keeps log-probabilities and exponentials.
     """
-    if cuts.regathers:
+    if sharding.regathers:
         return 1
     if divided:
-        return 2 if cuts.own_loss else 4
+        return 2 if sharding.own_loss else 4
     return 3
 
 
-def _op_bytes(op: Op, width: int, autocasts: bool, cuts: Cuts, compiled: bool) -> OpBytes:
+def _op_bytes(op: Op, width: int, autocasts: bool, sharding: ActivationSharding, compiled: bool) -> OpBytes:
     """Bytes of one op. Under autocast the stream between sublayers, saved by norms, is fp32.
 
     Fused ops keep no fp32 copies.
     """
     fused = compiled and op.fusible
     rows = FP32 if autocasts and op.kind == "norm" else width
-    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (cuts.cp * cuts.of_input(op))
-    temporary = 0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (cuts.cp * cuts.of_output(op))
-    if cuts.exchanges and op.kind == "attention":
-        kept, moment = _exchanged(op, width, cuts)
+    saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (sharding.cp * sharding.of_input(op))
+    temporary = (
+        0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (sharding.cp * sharding.of_output(op))
+    )
+    if sharding.exchanges and op.kind == "attention":
+        kept, moment = _exchanged(op, width, sharding)
         saved, temporary = saved + kept, temporary + moment
-    gradient_in = op.m * op.k * width / (cuts.cp * cuts.of_gradient(op)) if op.kind == "matmul" else saved
-    elements = op.k * op.n / (cuts.tp if op.cut in ("column", "row", "vocab") else 1)
+    gradient_in = op.m * op.k * width / (sharding.cp * sharding.of_gradient(op)) if op.kind == "matmul" else saved
+    elements = op.k * op.n / (sharding.tp if op.tp_sharding in ("column", "row", "vocab") else 1)
     return OpBytes(saved, temporary, gradient_in, elements if op.weight and op.kind == "matmul" else 0.0)
 
 
-def _exchanged(op: Op, width: int, cuts: Cuts) -> tuple[float, float]:
+def _exchanged(op: Op, width: int, sharding: ActivationSharding) -> tuple[float, float]:
     """Bytes that the all-to-all around an attention saves in addition, and its temporary bytes.
 
     Saved are the repeated part of keys and values, and the result in the layout that the model uses; temporary are the
     packed queries, keys and values that are sent.
     """
-    each = op.m * op.head_dim * width / cuts.cp
-    heads, keys = op.heads / cuts.tp, max(1, op.kv_heads // cuts.tp)
-    repeats = kv_repeats(keys, cuts.cp)
+    each = op.m * op.head_dim * width / sharding.cp
+    heads, keys = op.heads / sharding.tp, max(1, op.kv_heads // sharding.tp)
+    repeats = kv_repeats(keys, sharding.cp)
     return each * (heads + 2 * keys * (repeats - 1)), each * (heads + 2 * keys * repeats)
 
 
-def _output_bytes(op: Op, width: int, cuts: Cuts) -> float:
+def _output_bytes(op: Op, width: int, sharding: ActivationSharding) -> float:
     """Bytes saved of an op by selective recompute: its result, of attention also the fp32 LSE."""
     if op.kind == "attention":
-        return op.m * op.heads * (op.head_dim * width + FP32) / (cuts.tp * cuts.cp)
-    return op.m * op.n * width / (cuts.cp * cuts.of_output(op))
+        return op.m * op.heads * (op.head_dim * width + FP32) / (sharding.tp * sharding.cp)
+    return op.m * op.n * width / (sharding.cp * sharding.of_output(op))
 
 
 def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:

@@ -116,7 +116,7 @@ class CachingAllocator:
         remaining = block.size - size
         splits = remaining >= MIN_BLOCK_BYTES if is_small or self.expandable else remaining > SMALL_BYTES
         if splits:
-            pool.add(self._cut(block, size))
+            pool.add(self._split(block, size))
         block.free = False
         block.requested = num_bytes
         self.requested += num_bytes
@@ -189,7 +189,7 @@ class CachingAllocator:
         self.segments += 1
         return block
 
-    def _cut(self, block: Block, size: int) -> Block:
+    def _split(self, block: Block, size: int) -> Block:
         """Shorten ``block`` to ``size``; returns the remainder, which follows it."""
         rest = Block(block.pool, block.address + size, block.size - size)
         rest.mapped = block.mapped
@@ -240,7 +240,7 @@ class CachingAllocator:
         self._take(pages)
         index = pool.unmapped.index(hole)
         if hole.size > pages:
-            pool.unmapped[index] = self._cut(hole, pages)
+            pool.unmapped[index] = self._split(hole, pages)
         else:
             del pool.unmapped[index]
         hole.mapped = True
@@ -271,11 +271,11 @@ class CachingAllocator:
             return
         pool.remove(block)
         if first > block.address:
-            inner = self._cut(block, first - block.address)
+            inner = self._split(block, first - block.address)
             pool.add(block)
             block = inner
         if last < block.address + block.size:
-            pool.add(self._cut(block, last - block.address))
+            pool.add(self._split(block, last - block.address))
         self.reserved -= block.size
         block.mapped = False
         after, before = block.after, block.before

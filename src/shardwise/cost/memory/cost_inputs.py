@@ -13,7 +13,7 @@ from shardwise.cost.memory.local_shapes import LayerGroup, ShardLayout, UnitWeig
 class CostInputs:
     """Values that one rank's allocations depend on.
 
-    ``held`` micro batches are in flight before the first backward. ``sent`` are bytes of a sample's hidden state that
+    ``in_flight`` micro batches are in flight before the first backward. ``sent`` are bytes of a sample's hidden state that
     is sent to the next pipeline stage; 0 on the last one. ``received`` are those of buffers that torch's pipeline
     stages keep, one for each micro batch and direction.
     """
@@ -24,7 +24,7 @@ class CostInputs:
     layout: ShardLayout
     program: Program
     micro: int
-    held: int
+    in_flight: int
     optimizer: int
     temporaries: int
     sent: float = 0.0

@@ -1,7 +1,7 @@
 """Estimated bytes of a rank, by category and by phase, without running the model.
 
 `estimate` replays the program of one rank (`shardwise.cost.memory.step_program`) through a model of the caching
-allocator and records the peaks of each phase; `screen` adds up the two moments at which nearly all plans are fullest,
+allocator and records the peaks of each phase; `peak_lower_bound` adds up the two moments at which nearly all plans are fullest,
 in microseconds. `estimate_memory` is what a run's receipt compares with: closed formulas over a live model's
 parameters, exact for parameters, gradients and optimizer state; allocator, context and communicators are not counted
 there. A category that is unknown is ``None``.
@@ -18,7 +18,6 @@ from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import Framework, ShardLayout, layout_of
-from shardwise.cost.memory.lower_bound import screen
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
@@ -45,7 +44,7 @@ STATE_ITEMSIZE = 4  # master weights, gradients and optimizer state are fp32
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardPlacement:
     """Placement of a live model over the axes that shard it, as reported by `parallel`.
 
     ``shard_dim`` names the dim of each parameter that tensor parallel shards; others are replicated on its ranks.
@@ -57,13 +56,13 @@ class Parts:
     stages: tuple[frozenset[str], ...] = ()
 
 
-def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts | None = None) -> Estimate:
+def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: ShardPlacement | None = None) -> Estimate:
     """Estimate bytes on the fullest rank under ``plan``; the module docstring lists the limits.
 
     Without ``parts`` the model is taken as replicated on every tensor- and pipeline-parallel rank.
     """
-    parts = parts or Parts()
-    each = [_held(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
+    parts = parts or ShardPlacement()
+    each = [_stage_state(spec, plan, workload, parts, names) for names in parts.stages or (None,)]
     parameters, gradients = max(one[0] for one in each), max(one[1] for one in each)
     states = [one[2] for one in each if one[2] is not None]
     optimizer = max(states) if states else None
@@ -135,8 +134,8 @@ def zero1_shares(groups: list[list[ParameterSpec]], world_size: int) -> list[lis
     return shares
 
 
-def _held(
-    spec: ModelSpec, plan: Plan, workload: Workload, parts: Parts, names: frozenset[str] | None
+def _stage_state(
+    spec: ModelSpec, plan: Plan, workload: Workload, parts: ShardPlacement, names: frozenset[str] | None
 ) -> tuple[int, int, int | None, int]:
     """Bytes of parameters, gradients, state and trained weights on a stage's fullest rank.
 
@@ -146,10 +145,10 @@ def _held(
     def is_here(parameter: ParameterSpec) -> bool:
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
 
-    def held(parameter: ParameterSpec) -> int:
+    def local_numel(parameter: ParameterSpec) -> int:
         return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
 
-    sizes = {p.name: held(p) for p in spec.parameters if is_here(p)}
+    sizes = {p.name: local_numel(p) for p in spec.parameters if is_here(p)}
     trained = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
     gradients = 0 if plan.optimizer_in_backward else trained  # freed as soon as each is stepped
     if workload.optimizer_states is None:
@@ -164,7 +163,7 @@ def _held(
     return sum(sizes.values()), gradients, state, trained
 
 
-def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Parts, size: int) -> int:
+def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: ShardPlacement, size: int) -> int:
     """Bytes of a parameter's state with dimensions; ``size`` bytes are on the fullest rank."""
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)

@@ -227,7 +227,7 @@ def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
         return layout.stage_blocks
     if layout.framework != "shardwise":
         return blocks_per_stage(profile.num_blocks, layout.pp)
-    return _stage_counts(SameProfile(profile), layout.pp * layout.virtual)
+    return _stage_counts(ProfileKey(profile), layout.pp * layout.virtual)
 
 
 def with_stages(profile: ModelProfile, plan: Plan) -> Plan:
@@ -239,7 +239,7 @@ def with_stages(profile: ModelProfile, plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _stage_counts(same: SameProfile, stages: int) -> tuple[int, ...]:
+def _stage_counts(same: ProfileKey, stages: int) -> tuple[int, ...]:
     units = same.profile.units
     if stages > same.profile.num_blocks:
         return blocks_per_stage(same.profile.num_blocks, stages)
@@ -305,10 +305,10 @@ def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> 
 def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     """Bytes of one ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
-    return _unit_weights(Same(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
+    return _unit_weights(UnitKey(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
 
 
-class SameProfile:
+class ProfileKey:
     """Profile that is equal only to itself."""
 
     __slots__ = ("profile",)
@@ -317,13 +317,13 @@ class SameProfile:
         self.profile = profile
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameProfile) and self.profile is other.profile
+        return isinstance(other, ProfileKey) and self.profile is other.profile
 
     def __hash__(self) -> int:
         return id(self.profile)
 
 
-class Same:
+class UnitKey:
     """Unit that is equal only to itself: hashing its contents would cost more than it saves."""
 
     __slots__ = ("unit",)
@@ -332,14 +332,16 @@ class Same:
         self.unit = unit
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.unit is other.unit
+        return isinstance(other, UnitKey) and self.unit is other.unit
 
     def __hash__(self) -> int:
         return id(self.unit)
 
 
 @lru_cache(maxsize=4096)
-def _unit_weights(same: Same, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool) -> UnitWeights:
+def _unit_weights(
+    same: UnitKey, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool
+) -> UnitWeights:
     """Compute `UnitWeights`.
 
     With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
@@ -399,9 +401,9 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
     for op in unit.ops:
         if op.kind != "matmul":
             continue
-        if op.cut == "column":
+        if op.tp_sharding == "column":
             columns.append(op)
-        elif op.cut == "row":
+        elif op.tp_sharding == "row":
             if len(columns) == 1 and columns[0].n > op.k:
                 found += columns[0].k * math.ceil(columns[0].n / tp)
             elif few and attention is not None:

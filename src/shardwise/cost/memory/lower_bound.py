@@ -84,7 +84,7 @@ class _Key:
         return self._hash
 
 
-def screen(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
+def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
     """Live bytes at the peak of the fullest rank, some per cent low.
 
     Allocator overhead and context are not counted.
@@ -106,7 +106,7 @@ def _lines(key: _Key) -> tuple[BytesLine, ...]:
 
 
 def _stage_lines(
-    pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan, held: int
+    pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan, in_flight: int
 ) -> list[BytesLine]:
     recompute, grad_accum = plan.recompute, plan.grad_accum
     rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, workload.compiled)) for p in pieces]
@@ -146,7 +146,10 @@ def _stage_lines(
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
-    for fixed, crowd in ((buckets, held), (buckets + waits, held if grad_accum > held else max(1, held - 1))):
+    for fixed, crowd in (
+        (buckets, in_flight),
+        (buckets + waits, in_flight if grad_accum > in_flight else max(1, in_flight - 1)),
+    ):
         each = kept * crowd + lost * (crowd - 1)
         lines.append(BytesLine(base + fixed + copies * crowd, each + logits))
         lines.append(BytesLine(base + fixed + copies * crowd + gathered, each + recompute_bytes))

@@ -61,7 +61,7 @@ def settings_of(
             layout=layout,
             program=program,
             micro=micro,
-            held=micro_batches_in_flight(layout, stage, program.grad_accum),
+            in_flight=micro_batches_in_flight(layout, stage, program.grad_accum),
             optimizer=state,
             temporaries=_temporaries(pieces, layout, workload, state, early=program.optimizer_in_backward),
             sent=sent,

@@ -149,7 +149,7 @@ class _Writer(LossWriter):
         The first one, at the maximum in flight; in a pipeline the same with gradients that wait for reduction, which
         1F1B reaches after one backward and one more forward; and the last one, alone.
         """
-        number, in_flight = self.s.program.grad_accum, self.s.held
+        number, in_flight = self.s.program.grad_accum, self.s.in_flight
         if number == 1:
             return (0,)
         if in_flight == 1 or number == 2:

@@ -56,7 +56,7 @@ Copies = Literal["none", "autocast", "units"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Same:
+class _TimeInputs:
     """Compares by identity, so that large frozen values can be cache keys and are kept alive."""
 
     value: object
@@ -65,7 +65,7 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, _TimeInputs) and other.value is self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def step_time(
     async_tp = plan.async_tp if async_tp is None else async_tp
     virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
     copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
-    key = _Same(profile)
-    where = _Same(cluster)
+    key = _TimeInputs(profile)
+    where = _TimeInputs(cluster)
     times = _unit_times(key, where, rates, calibration, split)
     stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
@@ -181,7 +181,7 @@ def step_time(
     )
 
 
-def _cuts(plan: Plan) -> bool:
+def _shardings(plan: Plan) -> bool:
     return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
 
 
@@ -195,7 +195,7 @@ def _split(
     padded: bool,
 ) -> WorkSplit:
     """Build the `WorkSplit` of a plan in the program of ``framework``."""
-    megatron = _cuts(plan) and not plan.parsed.shards_parameters and framework == "megatron"
+    megatron = _shardings(plan) and not plan.parsed.shards_parameters and framework == "megatron"
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
@@ -209,19 +209,19 @@ def _split(
         hides_reduction=megatron,
         casts_weights=not megatron,
         ring=framework != "shardwise",
-        cuts_ends=framework != "shardwise",
+        shards_ends=framework != "shardwise",
         loss_parallel=plan.loss_parallel,
     )
 
 
 def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
     """Select how unsharded weights are copied for computation."""
-    if not megatron and strategy.base == "ddp" and _is_cut(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+    if not megatron and strategy.base == "ddp" and _is_sharded(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
         return "units"
     return "autocast" if (autocast if autocast is not None else not megatron) else "none"
 
 
-def _is_cut(dims: ParallelDims) -> bool:
+def _is_sharded(dims: ParallelDims) -> bool:
     """Return whether weights, and not only tokens, are sharded over a model-parallel axis."""
     return dims.tp * dims.pp > 1
 
@@ -253,7 +253,7 @@ def _micro_batches(
 
 @lru_cache(maxsize=8192)
 def _unit_times(
-    profile: _Same, cluster: _Same, rates: Rates | None, calibration: Calibration | None, split: WorkSplit
+    profile: _TimeInputs, cluster: _TimeInputs, rates: Rates | None, calibration: Calibration | None, split: WorkSplit
 ) -> tuple[UnitTime, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
@@ -268,8 +268,8 @@ def _unit_times(
 
 @lru_cache(maxsize=32768)
 def _stages(
-    profile: _Same,
-    cluster: _Same,
+    profile: _TimeInputs,
+    cluster: _TimeInputs,
     rates: Rates | None,
     calibration: Calibration | None,
     split: WorkSplit,
@@ -317,7 +317,7 @@ def _stages(
 
 
 @lru_cache(maxsize=256)
-def _mfu_of_one(profile: _Same, cluster: _Same, precision: str) -> float | None:
+def _mfu_of_one(profile: _TimeInputs, cluster: _TimeInputs, precision: str) -> float | None:
     """MFU at one sample per second on one device."""
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     return mfu(profile.value, cluster.value.gpu, precision, 1.0)
@@ -430,8 +430,8 @@ def _waits(plan: Plan) -> bool | None:
 
 @lru_cache(maxsize=8192)
 def _traffics(
-    profile: _Same,
-    cluster: _Same,
+    profile: _TimeInputs,
+    cluster: _TimeInputs,
     rates: Rates | None,
     calibration: Calibration | None,
     split: WorkSplit,

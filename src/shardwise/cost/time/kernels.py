@@ -2,7 +2,7 @@
 
 A matrix product is split into tiles and the tiles fill the multiprocessors in waves; a tile pays a ramp before its
 first and after its last multiply (``ramp`` columns of the contraction). That is what the shape allows at full clocks;
-the power limit allows only a fraction of it in a long run (``held_flops``), and the operands must pass through memory.
+the power limit allows only a fraction of it in a long run (``sustained_flops``), and the operands must pass through memory.
 The slowest of the three counts. Flash attention is the same with blocks of 128 query rows.
 ``benchmarks/accuracy/fit_kernels.py`` fits the constants on published sweeps (SimuMax's operator tables of A100-PCIe
 and B200) and prints their errors; a generation that no sweep covers has ``fitted=False`` and takes its rates from the
@@ -127,7 +127,7 @@ def launch_s(gpu: GpuSpec) -> float:
 class _Machine:
     found: Generation
     burst: float  # FLOP/s that a shape without losses reaches at full clocks
-    held: float  # sustained FLOP/s of a long run, limited by power
+    sustained: float  # sustained FLOP/s of a long run, limited by power
     peak: float
     memory: float  # bytes/s of the data sheet
     itemsize: int
@@ -159,13 +159,13 @@ def _machine_of(
     found = generations()[generation]
     best = min(peak, measured) if measured else peak * found.best
     sustained = best
-    if found.held_flops is not None and precision != "fp32":
+    if found.sustained_flops is not None and precision != "fp32":
         power = (watts / found.watts) ** POWER_EXPONENT if watts else 1.0
-        sustained = min(best, found.held_flops * power * (2.0 if precision == "fp8" else 1.0))
+        sustained = min(best, found.sustained_flops * power * (2.0 if precision == "fp8" else 1.0))
     return _Machine(
         found=found,
         burst=min(peak, best * found.burst),
-        held=sustained,
+        sustained=sustained,
         peak=peak,
         memory=bandwidth,
         itemsize=ITEMSIZE[precision],
@@ -187,7 +187,7 @@ def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate:
             ramp = found.ramp * (1 if parts == 1 else 2)  # and the parts are added up
             shortest = min(shortest, waves * area * (k / parts + ramp))
     shape = 2 * shortest * cores / machine.burst
-    sustained = 2.0 * m * k * n * batch / machine.held
+    sustained = 2.0 * m * k * n * batch / machine.sustained
     if accumulate:
         shape, sustained = shape * ACCUMULATE_COST, sustained * ACCUMULATE_COST
     result = 8 if accumulate else max(machine.itemsize, 2)

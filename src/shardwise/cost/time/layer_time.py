@@ -43,7 +43,7 @@ class WorkSplit:
     ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
     in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
     torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
-    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``cuts_ends``: embedding and head
+    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``shards_ends``: embedding and head
     work on sharded sequences, as in these two, while here they work on full ones.
     """
 
@@ -59,7 +59,7 @@ class WorkSplit:
     hides_reduction: bool = False
     casts_weights: bool = True
     ring: bool = False
-    cuts_ends: bool = False
+    shards_ends: bool = False
     loss_parallel: bool = True
 
 
@@ -136,12 +136,12 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
     tp, micro = split.tp, split.micro
     if op.kind in ("matmul", "conv"):
         rows, depth, columns = op.m * micro / split.cp, float(op.k), float(op.n)
-        if op.cut in ("column", "vocab", "heads"):
-            rounds = op.cut == "vocab" and (tp > 1 or split.padded)
+        if op.tp_sharding in ("column", "vocab", "heads"):
+            rounds = op.tp_sharding == "vocab" and (tp > 1 or split.padded)
             columns = math.ceil(columns / tp / 128) * 128.0 if rounds else columns / tp
-        elif op.cut == "row":
+        elif op.tp_sharding == "row":
             depth /= tp
-        elif op.cut == "sequence" and cuts_sequence(unit, split):
+        elif op.tp_sharding == "sequence" and shards_sequence(unit, split):
             rows /= tp
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
@@ -173,7 +173,7 @@ def _products_s(
 
 def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
-    full = op.cut == "none" or (op.cut == "sequence" and not cuts_sequence(unit, split))
+    full = op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not shards_sequence(unit, split))
     full = full or (op.kind == "loss" and not split.loss_parallel)
     share = split.cp * (1 if full else split.tp)
     if split.compiled and op.fusible and unit.kind == "block":
@@ -183,9 +183,9 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     return machine.memory_s(moved * split.micro / share)
 
 
-def cuts_sequence(unit: Unit, split: WorkSplit) -> bool:
+def shards_sequence(unit: Unit, split: WorkSplit) -> bool:
     """Return whether norms and residuals of ``unit`` work on a rank's shard of the sequence."""
-    return split.sequence_parallel and (unit.kind == "block" or split.cuts_ends)
+    return split.sequence_parallel and (unit.kind == "block" or split.shards_ends)
 
 
 def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) -> float:
@@ -254,10 +254,10 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     per_node = machine.cluster.devices_per_node
     width = COMPUTE_BYTES[split.precision]
     message = unit.input_elements * split.micro * width / split.cp
-    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
-    vocab = sum(1 for op in unit.ops if op.cut == "vocab" and op.kind in ("matmul", "embedding"))
+    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row")
+    vocab = sum(1 for op in unit.ops if op.tp_sharding == "vocab" and op.kind in ("matmul", "embedding"))
     if unit.kind == "embedding":  # bytes that its lookup writes; it reads as many
-        message = sum(op.moved for op in unit.ops if op.cut == "vocab") / 2 * split.micro * width / split.cp
+        message = sum(op.moved for op in unit.ops if op.tp_sharding == "vocab") / 2 * split.micro * width / split.cp
     skew = SKEW_S if machine.rates is None else 0.0
     gather = machine.tp_factor() * machine.collective_s("all_gather", message, tp, per_node) + skew
     scatter = machine.tp_factor() * machine.collective_s("reduce_scatter", message, tp, per_node) + skew
@@ -274,7 +274,7 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
         return forward, forward - hidden, recompute
     if not vocab:
         return 0.0, 0.0, 0.0
-    if split.sequence_parallel and not split.cuts_ends:
+    if split.sequence_parallel and not split.shards_ends:
         scatter = machine.tp_factor() * machine.collective_s("all_reduce", message, tp, per_node) + skew
     if unit.kind == "embedding":
         return scatter, gather, 0.0
@@ -282,7 +282,7 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     if split.loss_parallel:
         losses = 3 * machine.collective_s("all_reduce", 4.0 * tokens, tp, per_node)
     else:
-        words = max((op.n for op in unit.ops if op.cut == "vocab"), default=0)
+        words = max((op.n for op in unit.ops if op.tp_sharding == "vocab"), default=0)
         losses = machine.collective_s("all_gather", tokens * words * width, tp, per_node)
     return gather + losses, scatter, 0.0
 
@@ -290,7 +290,7 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
 def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
     """Seconds of the products for the gradients of a unit's column-parallel weights."""
     rows, precision = split.micro / split.cp, split.precision
-    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.cut == "column" and op.weight]
+    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "column" and op.weight]
     return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in column_parallel)
 
 
@@ -302,7 +302,7 @@ def collectives_of(unit: Unit, split: WorkSplit) -> int:
     if split.tp <= 1:
         return 0
     each = 2 if split.sequence_parallel else 1
-    return each * sum(1 for op in unit.ops if op.kind == "matmul" and op.cut == "row")
+    return each * sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row")
 
 
 def is_finite(time: UnitTime) -> bool:

@@ -38,7 +38,7 @@ class DiskFacts(BaseModel):
     problem: str | None = None
 
 
-def look_at_disk(folder: Path, size: int = SIZE) -> DiskFacts:
+def inspect_disk(folder: Path, size: int = SIZE) -> DiskFacts:
     """Inspect the file system of ``folder``; creates no folder, and removes its test file.
 
     Raises:

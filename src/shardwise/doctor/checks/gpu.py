@@ -74,10 +74,14 @@ def clocks(facts: HostFacts) -> list[Check]:
         ("power brake", "slowed down by the machine (power brake)", "check the power supplies and their load"),
         ("hardware slowdown", "slowed down by the hardware", "check cooling, power supply and power cables"),
     ):
-        held = [gpu for gpu in gpus if reason in (gpu.reasons or ())]
-        explained = reason == "hardware slowdown" and all(len(gpu.throttled) > 1 for gpu in held)
-        if held and not explained:
-            found.append(error("clocks", f"{_who([g.index for g in held])} {what}", fix, *map(_numbers, held)))
+        throttled_gpus = [gpu for gpu in gpus if reason in (gpu.reasons or ())]
+        explained = reason == "hardware slowdown" and all(len(gpu.throttled) > 1 for gpu in throttled_gpus)
+        if throttled_gpus and not explained:
+            found.append(
+                error(
+                    "clocks", f"{_who([g.index for g in throttled_gpus])} {what}", fix, *map(_numbers, throttled_gpus)
+                )
+            )
     throttled = {gpu.index for gpu in gpus if gpu.throttled}
     hot = [
         gpu

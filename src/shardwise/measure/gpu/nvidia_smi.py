@@ -126,9 +126,9 @@ def _state(index: int, facts: Facts) -> GpuState:
 
 def _reasons(facts: Facts) -> tuple[str, ...] | None:
     for title in ("Clocks Event Reasons", "Clocks Throttle Reasons"):
-        told = {name: _one(facts, f"{title}/{key}") for key, name in _REASONS.items()}
-        if any(value is not None for value in told.values()):
-            return tuple(name for name, value in told.items() if value == "Active")
+        reasons = {name: _one(facts, f"{title}/{key}") for key, name in _REASONS.items()}
+        if any(value is not None for value in reasons.values()):
+            return tuple(name for name, value in reasons.items() if value == "Active")
     return None
 
 

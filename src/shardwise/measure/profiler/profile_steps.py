@@ -74,7 +74,7 @@ class StepTrace:
     def on_step_start(self, session: Session, step: Step) -> None:
         """Start if the first traced step begins."""
         if self._asked is not None and self._steps is None:
-            self._settle(session.first_step)
+            self._close_finished(session.first_step)
         if self._mine and self._steps is not None and step.number == self._steps.start:
             self._start(session)
         self._step_began = time.perf_counter()
@@ -96,7 +96,7 @@ class StepTrace:
         if self._profile is not None and not self._stopped:
             self._stop(session)
 
-    def _settle(self, done: int) -> None:
+    def _close_finished(self, done: int) -> None:
         """Choose the steps to trace in a run that resumes after ``done`` steps."""
         assert self._asked is not None
         first, count = self._asked

@@ -75,17 +75,17 @@ def _gaps(summary: TraceSummary) -> list[str]:
     if not summary.gaps:
         return ["There were no gaps."]
     idle = "Nothing ran on the GPU" if summary.device == "cuda" else "No operator ran"
-    told = [
+    sentences = [
         f"{idle} in {_some(summary.gaps, 'gap')}, {short_time(summary.gap_s)} together "
         f"({_percent(summary.gap_s, summary.window_s)}), {short_time(summary.gap_s / summary.gaps)} each on average."
     ]
     if summary.waiting_s > 0:
         share = _percent(summary.waiting_s, summary.window_s)
         if summary.device == "cuda":
-            told.append(f"For {share} of the time only communication ran, which nothing else covered.")
+            sentences.append(f"For {share} of the time only communication ran, which nothing else covered.")
         else:
-            told.append(f"For {share} of the time no operator ran while a collective was under way.")
-    return [*told, *(_one_gap(gap, rank, summary.device) for rank, gap in enumerate(summary.longest))]
+            sentences.append(f"For {share} of the time no operator ran while a collective was under way.")
+    return [*sentences, *(_one_gap(gap, rank, summary.device) for rank, gap in enumerate(summary.longest))]
 
 
 def _one_gap(gap: Gap, rank: int, device: str) -> str:
@@ -100,32 +100,32 @@ def _one_gap(gap: Gap, rank: int, device: str) -> str:
 
 
 def _hints(summary: TraceSummary, peak_flops: float | None, bytes_per_s: float | None) -> list[str]:
-    told = []
+    sentences = []
     computes, moves = (share_that(summary.kinds, computes=value) for value in (True, False))
-    told.append(
+    sentences.append(
         f"Of the work {computes:.0%} is products, attention and convolutions, {moves:.0%} moves memory (element by "
         f"element, copies, norms, optimizer), {summary.kinds.get('communication', 0.0):.0%} is communication."
     )
     if moves > computes:
-        told.append("More is moved than computed: fused kernels (parallel.compile) and bf16 would move less.")
+        sentences.append("More is moved than computed: fused kernels (parallel.compile) and bf16 would move less.")
     for one in summary.operations[:3]:
         if one.flops_per_s and (bound := bound_of(one.intensity, peak_flops, bytes_per_s)):
             share = _percent(one.flops_per_s, peak_flops or 0.0)
-            told.append(
+            sentences.append(
                 f"{one.name}: {one.intensity:.0f} FLOPs a byte make it {bound} bound; it reached {share} of the peak."
             )
     idle = summary.window_s - summary.busy_s
     if summary.device == "cuda" and idle > IDLE_SHARE * summary.window_s:
         if summary.median_launch_s is not None and summary.median_launch_s < SHORT_KERNEL_S:
-            told.append(
+            sentences.append(
                 f"Half of the kernels take less than {short_time(summary.median_launch_s)}: the host cannot launch "
                 "them as fast as they run; a larger micro batch or parallel.compile would help."
             )
         if any("ynchronize" in gap.meanwhile or "item" in gap.meanwhile for gap in summary.longest):
-            told.append("The host waited for the device and had nothing queued: a value was read in the loop.")
+            sentences.append("The host waited for the device and had nothing queued: a value was read in the loop.")
     if summary.device == "cpu" and idle - summary.waiting_s > IDLE_SHARE * summary.window_s:
-        told.append("The rest of the gaps is Python between operators: larger micro batches have fewer of them.")
-    return told
+        sentences.append("The rest of the gaps is Python between operators: larger micro batches have fewer of them.")
+    return sentences
 
 
 def _overhead(summary: TraceSummary) -> list[str]:

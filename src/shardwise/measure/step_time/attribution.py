@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.distributed.comm_timer import WAITS as PLACES
+from shardwise.distributed.comm_timer import WAIT_PHASES as COMM_TIMER
 from shardwise.distributed.process_group import gather_ints
 from shardwise.measure.step_time.clock import COUNTED, EARLY, StepInterval, clock_for
 from shardwise.measure.step_time.comm_hooks import CommHooks
-from shardwise.measure.step_time.timing import BETWEEN, PARTS, WAITS, PhaseStats, Timing
+from shardwise.measure.step_time.timing import BETWEEN, PHASES, WAIT_PHASES, PhaseStats, Timing
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.train.session import Session
@@ -79,7 +79,7 @@ class Attribution:
 
     def on_prepared(self, session: Session) -> None:
         """Install the hooks around the model's waits."""
-        PLACES.listener = self._clock
+        COMM_TIMER.listener = self._clock
         self._comm_hooks = CommHooks(session)
         self._engine = "" if session.applied.engine is None else session.applied.engine.title
 
@@ -98,7 +98,7 @@ class Attribution:
 
     def _on_phase(self, phase: str) -> None:
         if self._comm_hooks is not None:
-            PLACES.listener = self._clock  # of several sessions in a process, the active one
+            COMM_TIMER.listener = self._clock  # of several sessions in a process, the active one
         if phase == "data":
             self._end_interval()
         piped = self._session.applied.pipeline is not None if phase == "forward" else False
@@ -160,8 +160,8 @@ class Attribution:
             self._problem = self._comm_hooks.problem
             self._comm_hooks.remove()
             self._comm_hooks = None
-        if PLACES.listener is self._clock:
-            PLACES.listener = None
+        if COMM_TIMER.listener is self._clock:
+            COMM_TIMER.listener = None
         self._waiting.close()
         session = self._session
         for kept, mine in ((session.observers, self), (session.header, self), (session.phase_watchers, self._on_phase)):
@@ -237,7 +237,7 @@ class PhaseTotals:
         late = split_off_waiting(parts, plan.dims)
         if late is not None:
             self._late[late] += 1
-        self._periods.append(float(parts[:, : len(PARTS)].sum(axis=1).mean()))
+        self._periods.append(float(parts[:, : len(PHASES)].sum(axis=1).mean()))
         self._tokens += float(table[0, 0])
         self._early += float(table[:, 1].mean())
         self._sums = table if self._sums is None else self._sums + table
@@ -265,9 +265,9 @@ class PhaseTotals:
             step_s=full / self.steps,
             median_step_s=statistics.median(self._periods),
             tokens_per_s=self._tokens / full if full else None,
-            parts={part: None if part in none else spread(means[:, _COLUMNS[part]]) for part in PARTS},
+            parts={part: None if part in none else spread(means[:, _COLUMNS[part]]) for part in PHASES},
             between_s={part: float(means[:, _COLUMNS[part]].mean()) for part in BETWEEN},
-            ranks=tuple({part: float(row[_COLUMNS[part]]) for part in (*PARTS, *BETWEEN)} for row in means),
+            ranks=tuple({part: float(row[_COLUMNS[part]]) for part in (*PHASES, *BETWEEN)} for row in means),
             late_rank=late[0][0] if late else None,
             late_share=None if alone else (late[0][1] / self.steps if late else 0.0),
             cpu_wait_s=None if np.isnan(lost).any() else spread(lost),
@@ -283,8 +283,8 @@ def split_off_waiting(parts: Table, dims: ParallelDims) -> int | None:
 
     Returns the rank that was late, ``None`` if none was by more than `LATE` of the step.
     """
-    full = float(parts[:, : len(PARTS)].sum(axis=1).mean())
-    for part in WAITS:
+    full = float(parts[:, : len(PHASES)].sum(axis=1).mean())
+    for part in WAIT_PHASES:
         column, group = parts[:, _COLUMNS[part]], _group_numbers(part, dims)
         least = np.full(len(column), np.inf)
         np.minimum.at(least, group, column)

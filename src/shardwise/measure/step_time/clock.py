@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from shardwise.measure.step_time.timing import BETWEEN, PARTS
+from shardwise.measure.step_time.timing import BETWEEN, PHASES
 
 EARLY = "early_reduce"
 """Part of ``exposed_dp`` that reduces gradients before the last micro batch; merged into it in a `Timing`."""
-COUNTED = (*PARTS, *BETWEEN, EARLY)
+COUNTED = (*PHASES, *BETWEEN, EARLY)
 """Parts that a clock separates, in the order of a lap's numbers."""
 _INDEX = {part: index for index, part in enumerate(COUNTED)}
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.measure.step_time.clock import EARLY
 from shardwise.train.session import Session
 
@@ -113,14 +113,14 @@ class CommHooks:
 
         def bracketed(*args: Any, **kwargs: Any) -> Any:
             now = part()
-            if now is None or WAITS.listener is None:
+            if now is None or COMM_TIMER.listener is None:
                 return plain(*args, **kwargs)
-            WAITS.listener.enter(now)
+            COMM_TIMER.listener.enter(now)
             try:
                 return plain(*args, **kwargs)
             finally:
-                if WAITS.listener is not None:
-                    WAITS.listener.leave()
+                if COMM_TIMER.listener is not None:
+                    COMM_TIMER.listener.leave()
 
         setattr(owner, name, bracketed)
         self._undo.append(lambda: setattr(owner, name, plain) if own else delattr(owner, name))
@@ -185,17 +185,17 @@ class _LastGradient:
             self._seen = parameter
 
     def _arrived(self, parameter: nn.Parameter) -> None:
-        if WAITS.listener is not None and self._reduces():
-            WAITS.listener.enter(self._comm_hooks.reduction())  # the end of backward, a new phase, ends it
+        if COMM_TIMER.listener is not None and self._reduces():
+            COMM_TIMER.listener.enter(self._comm_hooks.reduction())  # the end of backward, a new phase, ends it
 
 
-def _hook(parameter: nn.Parameter, told: Callable[[nn.Parameter], None]) -> Any:
+def _hook(parameter: nn.Parameter, callback: Callable[[nn.Parameter], None]) -> Any:
     """Hook a parameter's gradient on its node in the graph, which DDP keeps.
 
     On the parameter itself there are only the user's hooks. Weak reference: DDP references the node where Python's
     collector cannot see it, and a session that is never closed would keep its model for ever.
     """
-    weak, found = weakref.WeakMethod(told), weakref.ref(parameter)
+    weak, found = weakref.WeakMethod(callback), weakref.ref(parameter)
 
     def arrived(*gradients: Any) -> None:
         listener, parameter = weak(), found()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-PARTS = (
+PHASES = (
     "data",
     "transfer",
     "forward",
@@ -49,7 +49,7 @@ NAMES = {
     "evaluation": "evaluation",
 }
 """Title of each part for people."""
-WAITS = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
+WAIT_PHASES = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
 """Parts in which a rank waits for others; its wait beyond that of the last rank is ``slowest_rank``."""
 
 
@@ -67,7 +67,7 @@ class PhaseStats(BaseModel):
 class Timing(BaseModel):
     """Step time by part, over ``steps`` steps after the warm-up.
 
-    ``step_s`` is the mean period of a step without the time between steps. ``parts`` has each of `PARTS` (``None``: not
+    ``step_s`` is the mean period of a step without the time between steps. ``parts`` has each of `PHASES` (``None``: not
     separated, or no such axis; ``unmeasured`` says why). ``between_s`` are seconds per step spent in `BETWEEN`, spread
     over all steps. ``ranks`` has each rank's own mean seconds of each part. ``late_rank`` was last most often, in
     ``late_share`` of the steps. ``stopwatch_s`` is the period by the host's clock, read once a step, including

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import DataError, ModelError
 from shardwise.model.facts import ModelSpec
-from shardwise.parallel.context_parallel.inspect_attention import POSITIONS, ContextLayout, look_at_context
+from shardwise.parallel.context_parallel.inspect_attention import POSITIONS, ContextLayout, inspect_context
 from shardwise.parallel.context_parallel.ulysses import Exchange, exchange_in, exchange_of
 from shardwise.plan.plan import Plan
 
@@ -31,7 +31,7 @@ def check_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = 
     Raises:
         ModelError: all obstacles, with what would work.
     """
-    return look_at_context(module, spec, plan, sample)
+    return inspect_context(module, spec, plan, sample)
 
 
 def apply_context(
@@ -137,12 +137,12 @@ def sequence_share(
     size = length // cp
 
     def share(tree: Any, at: int) -> Any:
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
+        def shard(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.ndim < 2 or tensor.shape[0] not in (1, samples) or tensor.shape[1] != length:
                 return tensor
             return tensor[:, at * size : (at + 1) * size].contiguous()
 
-        return _pytree.tree_map_only(torch.Tensor, cut, tree)
+        return _pytree.tree_map_only(torch.Tensor, shard, tree)
 
     inputs, labels = batch
     if count is not None:

@@ -78,7 +78,7 @@ class _Look(TorchFunctionMode):
         return query.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
 
 
-def look_at_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any) -> ContextLayout:
+def inspect_context(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any) -> ContextLayout:
     """Find where ``module`` computes attention, and check that nothing else mixes tokens.
 
     Raises:

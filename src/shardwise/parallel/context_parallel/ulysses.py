@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import ModelError
 
 
@@ -186,7 +186,7 @@ class _AllToAll(torch.autograd.Function):
 def _exchanged(tensor: torch.Tensor, group: str, degree: int) -> torch.Tensor:
     sizes = [tensor.shape[0] // degree] * degree
     tensor = tensor.contiguous()
-    with WAITS.part("exposed_cp"):
+    with COMM_TIMER.part("exposed_cp"):
         sent = torch.ops._c10d_functional.all_to_all_single(tensor, sizes, sizes, group)
         arrived: torch.Tensor = torch.ops._c10d_functional.wait_tensor(sent)
     return arrived

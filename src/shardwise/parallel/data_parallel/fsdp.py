@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from shardwise.parallel.data_parallel.unit_order import keep_order
-from shardwise.parallel.materialize import Fill, broadcast_buffers, settle
+from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.plan import Plan
 
@@ -32,9 +32,9 @@ def apply_shard(
     backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
     """
     for block in blocks:
-        settle(block, device, fill)
+        materialize_unit(block, device, fill)
         shard_unit(block, plan, mesh, is_root=False)
-    settle(module, device, fill)
+    materialize_unit(module, device, fill)
     broadcast_buffers(module)
     shard_unit(module, plan, mesh, is_root=True)
     gather_ahead(module, blocks, plan.prefetch)
@@ -94,9 +94,9 @@ def discard_gradients(outer: nn.Module) -> None:
         if not isinstance(module, FSDPModule):
             continue
         group = module._get_fsdp_state()._fsdp_param_group
-        for held in group.fsdp_params if group is not None else ():
-            held.unsharded_accumulated_grad = None
-            full = getattr(held, "_unsharded_param", None)
+        for fsdp_param in group.fsdp_params if group is not None else ():
+            fsdp_param.unsharded_accumulated_grad = None
+            full = getattr(fsdp_param, "_unsharded_param", None)
             if full is not None:
                 full.grad = None
     reshard(outer)

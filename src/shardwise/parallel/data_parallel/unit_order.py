@@ -125,9 +125,11 @@ class UnitOrder:
         """List the units reduced in this step, in order, with the parameters that had no gradient."""
         found = []
         for index, mask in self._events:
-            held = self.units[index].group.fsdp_params
+            fsdp_param = self.units[index].group.fsdp_params
             names = [
-                str(p._param_fqn) for at, p in enumerate(held) if p.sharded_param.requires_grad and not mask >> at & 1
+                str(p._param_fqn)
+                for at, p in enumerate(fsdp_param)
+                if p.sharded_param.requires_grad and not mask >> at & 1
             ]
             without = f" without {', '.join(map(clean_name, names[:2]))}" if names else ""
             found.append(f"{self.units[index].name or 'the root'}{without}")
@@ -136,16 +138,18 @@ class UnitOrder:
     def without_gradient(self) -> list[nn.Parameter]:
         """Return the parameters for which this rank contributed only zeros in this step."""
         if self._given is not None:
-            return [p.sharded_param for p in self._held() if p not in self._given]
+            return [p.sharded_param for p in self._fsdp_params() if p not in self._given]
         if not self._filled:
             return []
-        times = {id(held): unit.reductions for unit in self.units for held in unit.group.fsdp_params}
-        return [held.sharded_param for held, number in self._filled.items() if number == times[id(held)]]
+        times = {id(fsdp_param): unit.reductions for unit in self.units for fsdp_param in unit.group.fsdp_params}
+        return [
+            fsdp_param.sharded_param for fsdp_param, number in self._filled.items() if number == times[id(fsdp_param)]
+        ]
 
     def before_padding(self) -> None:
         """Mark the start of padding micro batches; gradients from them alone count as missing."""
         if self._given is None:
-            self._given = {p for p in self._held() if has_gradient(p)}
+            self._given = {p for p in self._fsdp_params() if has_gradient(p)}
 
     def strays(self) -> list[str]:
         """Return names of sharded parameters reached directly; their gradients are not reduced."""
@@ -155,12 +159,12 @@ class UnitOrder:
         """Detect gradients that bypass FSDP2, once it has created its parameters."""
         if self._nodes:
             return
-        for p in self._held():
+        for p in self._fsdp_params():
             node = torch.autograd.graph.get_gradient_edge(p.sharded_param).node
             node.register_hook(lambda *_, p=p: self._stray.append(p))
             self._nodes.append(node)
 
-    def _held(self) -> list[Any]:
+    def _fsdp_params(self) -> list[Any]:
         return [p for unit in self.units for p in unit.group.fsdp_params if p.sharded_param.requires_grad]
 
     def _patch(self, unit: FsdpUnit) -> None:

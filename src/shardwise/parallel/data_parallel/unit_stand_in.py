@@ -20,7 +20,7 @@ def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
     module, state, group = unit.module, unit.state, unit.group
     phase, grad_mode = state._training_state, torch.is_grad_enabled()
     gathers = {name: group.__dict__.get(name) for name in ("unshard", "wait_for_unshard")}  # others replace them, too
-    held = [(p, p._module_info.module._parameters[p._module_info.param_name]) for p in group.fsdp_params]
+    params = [(p, p._module_info.module._parameters[p._module_info.param_name]) for p in group.fsdp_params]
 
     def restore(_: nn.Module, __: Any, output: Any) -> Any:
         handle.remove()
@@ -30,7 +30,7 @@ def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
             del group.__dict__[name]
             if method is not None:
                 setattr(group, name, method)
-        for p, weight in held:
+        for p, weight in params:
             p._setattr_on_modules(weight)
         return _pytree.tree_map_only(torch.Tensor, _as_if_trained, output)
 
@@ -38,7 +38,7 @@ def run_on_zeros(unit: FsdpUnit, device: torch.device) -> None:
     state._training_state = type(phase).PRE_BACKWARD  # FSDP2 treats it as a recomputed forward
     for name in gathers:
         setattr(group, name, lambda *_, **__: None)
-    for p, _ in held:
+    for p, _ in params:
         zeros = torch.zeros(p._orig_size, dtype=p.param_dtype or p.orig_dtype, device=device)
         p._setattr_on_modules(nn.Parameter(zeros, requires_grad=False))
     torch.set_grad_enabled(False)

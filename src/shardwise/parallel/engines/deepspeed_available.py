@@ -29,7 +29,7 @@ _BUILDERS = {"ninja", "g++", "c++", "cc1plus", "clang++", "as", "ld"}
 _PROBE = "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"
 _QUIET_S = 120.0  # a lock without a compiler process counts as stale after this long without output
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def import_deepspeed() -> Any:
@@ -82,7 +82,7 @@ def forget_groups() -> None:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-def check_ready(*, nvme: bool, nvme_path: str | None, log: Say) -> None:
+def check_ready(*, nvme: bool, nvme_path: str | None, log: Log) -> None:
     """Check that DeepSpeed can start here and, if needed, swap.
 
     Compile its swap library if missing.
@@ -127,7 +127,7 @@ def _links_libaio(compile_with: str) -> bool:
         return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
 
 
-def build_ops(deepspeed: Any, log: Say, quiet_s: float = _QUIET_S) -> None:
+def build_ops(deepspeed: Any, log: Log, quiet_s: float = _QUIET_S) -> None:
     """Compile the swap library, which is cached for later runs.
 
     Remove the stale lock of a killed build.
@@ -160,7 +160,7 @@ def build_folder(name: str) -> Path:
     return Path(_get_build_directory(name, verbose=False))
 
 
-def free_lock(folder: Path, log: Say, quiet_s: float = _QUIET_S, limit_s: float = 900.0) -> bool:
+def free_lock(folder: Path, log: Log, quiet_s: float = _QUIET_S, limit_s: float = 900.0) -> bool:
     """Wait for a build in ``folder``; remove the lock of a dead build and report it.
 
     PyTorch's own wait for a lock never ends. A build counts as dead if no compiler of this machine works in the folder
@@ -169,7 +169,7 @@ def free_lock(folder: Path, log: Say, quiet_s: float = _QUIET_S, limit_s: float 
     Raises:
         UserError: the build still runs after ``limit_s``.
     """
-    lock, end, told = folder / "lock", time.monotonic() + limit_s, False
+    lock, end, reported = folder / "lock", time.monotonic() + limit_s, False
     while lock.exists():
         silent = time.time() - max((path.stat().st_mtime for path in _entries(folder)), default=0.0)
         if not _builds_in(folder) and silent > quiet_s:
@@ -178,9 +178,9 @@ def free_lock(folder: Path, log: Say, quiet_s: float = _QUIET_S, limit_s: float 
             return True
         if time.monotonic() > end:
             raise UserError(f"'{lock}' has been locked by another build for too long; remove it if there is none")
-        if not told:
+        if not reported:
             log(f"another process is compiling in '{folder}' (or was killed there, {silent:.0f} s ago): waiting")
-            told = True
+            reported = True
         time.sleep(min(1.0, quiet_s / 4 + 0.01))
     return False
 

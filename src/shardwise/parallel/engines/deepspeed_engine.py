@@ -55,7 +55,7 @@ from shardwise.parallel.engines.engine import EngineTensors, note_engine
 from shardwise.parallel.materialize import broadcast_buffers, make_contiguous, materialize
 from shardwise.parallel.precision import DTYPES
 from shardwise.parallel.unsupported_tensors import check_tensors
-from shardwise.plan.deepspeed_stages import Place, deepspeed_config, zero_stage
+from shardwise.plan.deepspeed_stages import Location, deepspeed_config, zero_stage
 from shardwise.plan.plan import Plan
 
 Weights = dict[str, torch.Tensor]
@@ -304,11 +304,11 @@ class DeepSpeed:
             return 3
         return 2 if getattr(self.zero, "partition_gradients", False) else 1
 
-    def places(self) -> tuple[Place, Place]:
+    def places(self) -> tuple[Location, Location]:
         """Return where optimizer state and parameters are stored, from DeepSpeed's own settings."""
         zero = self.zero
         away = bool(getattr(zero, "offload_optimizer", False) or getattr(zero, "cpu_offload", False))
-        state: Place = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
+        state: Location = "nvme" if getattr(zero, "swap_optimizer", False) else "cpu" if away else "device"
         if not getattr(zero, "offload_param", False):
             return state, "device"
         return state, "nvme" if zero.params_in_nvme_and_cpu else "cpu"
@@ -418,7 +418,7 @@ class DeepSpeed:
         """Return this rank's range of a flattened parameter in the optimizer: begin and end."""
         return own_range(self._by_name[name])
 
-    def held(self) -> EngineTensors:
+    def local_tensors(self) -> EngineTensors:
         """See `Engine`."""
         return find_local(self.zero, self.base, list(self._by_name.values()))
 

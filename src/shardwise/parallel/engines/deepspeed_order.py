@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
@@ -68,7 +68,7 @@ class GradientOrder:
         bits = [0] * -(-len(self.names) // _BITS)
         for place in self.reached:
             bits[place // _BITS] |= 1 << place % _BITS
-        with WAITS.part("control"):
+        with COMM_TIMER.part("control"):
             rows = gather_ints([int(problem), *bits], self._ranks)
         found = [reduce(or_, column) for column in zip(*rows, strict=True)]
         missing = [name for at, name in enumerate(self.names) if not found[1 + at // _BITS] >> at % _BITS & 1]

@@ -176,14 +176,14 @@ def find_local(zero: Any, optimizer: Optimizer, parameters: list[nn.Parameter]) 
 
 def _local_of_stage_3(zero: Any, optimizer: Optimizer, parameters: Sequence[Any]) -> EngineTensors:
     shards = [parameter.ds_tensor for parameter in parameters]
-    held = [shard for shard in shards if shard.status.name == "AVAILABLE"]
+    available = [shard for shard in shards if shard.status.name == "AVAILABLE"]
     padding = 0
     for parameter in parameters:
         begin, end = own_range(parameter)
         padding += int(parameter.ds_tensor.ds_numel) - (end - begin)
     buffer = getattr(zero, "grad_partitions_flat_buffer", None)
     return EngineTensors(
-        parameters=tuple(shard.detach() for shard in held),
+        parameters=tuple(shard.detach() for shard in available),
         masters=tuple(m for m in zero.fp32_partitioned_groups_flat if m.numel()),
         gradients=() if buffer is None else (buffer,),
         states=tuple(t for t in _state_tensors(optimizer) if t.numel()),

@@ -34,7 +34,7 @@ class EngineTensors:
 
 
 class Engine(Protocol):
-    """Engine around one model and its optimizer; every method but `held` is collective.
+    """Engine around one model and its optimizer; every method but `local_tensors` is collective.
 
     ``title`` is its name in messages, ``base`` is the user's optimizer, and ``groups`` are the names of the
     parameters in each of its groups. It ``gathers`` if a forward needs the weights of all ranks.
@@ -101,7 +101,7 @@ class Engine(Protocol):
     def set_weights(self, new: Callable[[str], torch.Tensor]) -> None:
         """Replace every parameter by an unsharded one, requested by name, one at a time. Collective."""
 
-    def held(self) -> EngineTensors:
+    def local_tensors(self) -> EngineTensors:
         """Return the tensors that are stored on this rank now."""
 
     def discard(self) -> None:

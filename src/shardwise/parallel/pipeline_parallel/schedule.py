@@ -19,13 +19,13 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.mesh import Meshes
 from shardwise.errors import PlanError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring
-from shardwise.parallel.pipeline_parallel.stage_module import Receive, StageContainer, copies, cut
+from shardwise.parallel.pipeline_parallel.stage_module import Receive, StageContainer, build_stage, copies
 from shardwise.parallel.pipeline_parallel.stage_runtime import LossFunction, RunStage, StageSpan, StageWork
 from shardwise.parallel.precision import DTYPES
 from shardwise.plan.plan import Plan, stage_problems
@@ -194,7 +194,7 @@ def split_stages(module: nn.Module, spec: ModelSpec, wiring: Wiring | None, plan
     receives, own = [], []
     for index, part in zip(indices, parts, strict=True):
         mine = range(starts[index], starts[index] + counts[index])
-        receives.append(cut(part, spec.blocks, mine, wiring, dtype, device))
+        receives.append(build_stage(part, spec.blocks, mine, wiring, dtype, device))
         own.append(frozenset(spec.blocks[at] for at in mine))
     shared_from_stage = set()
     if 0 not in indices:
@@ -335,7 +335,7 @@ class Pipeline:
                 dist.P2POp(dist.isend, mine.contiguous(), group=self.group, group_peer=peer),
                 dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
             ]
-            with WAITS.part("pipeline"):
+            with COMM_TIMER.part("pipeline"):
                 for started in dist.batch_isend_irecv(ops):
                     started.wait()
             mine.add_(theirs)

@@ -170,7 +170,7 @@ def copies(module: nn.Module, number: int) -> list[nn.Module]:
     return made
 
 
-def cut(
+def build_stage(
     module: nn.Module,
     blocks: Sequence[str],
     own: range,

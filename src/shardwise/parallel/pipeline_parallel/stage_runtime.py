@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils import _pytree
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import ModelError, UserError
 from shardwise.parallel.pipeline_parallel.stage_module import Receive
 
@@ -106,7 +106,7 @@ class RunStage(_PipelineStageBase):
         self.keeps_weights = keeps_weights
         self.work: StageWork | None = None
         self.known: dict[Any, _Hidden] = {}
-        self.told: dict[Any, _Hidden] = {}
+        self.sent_layouts: dict[Any, _Hidden] = {}
         self.sending: list[tuple[dist.Work, torch.Tensor]] = []
         self.taken: dict[int, torch.Tensor] = {}
         self.made: dict[int, torch.Tensor] = {}
@@ -137,8 +137,8 @@ class RunStage(_PipelineStageBase):
 
     def clear(self) -> None:
         """Release everything that belongs to micro batches."""
-        for held in (self.taken, self.made, self.gradients, self.returned, self.pending):
-            held.clear()
+        for pending in (self.taken, self.made, self.gradients, self.returned, self.pending):
+            pending.clear()
         self.sending.clear()
         self.work = None
         if self.receive is not None:
@@ -191,16 +191,16 @@ class RunStage(_PipelineStageBase):
         assert self.work is not None
         hidden, key = self.made[fwd_chunk_id], self.work.keys[fwd_chunk_id]
         now = _Hidden(tuple(hidden.shape), hidden.dtype, hidden.requires_grad)
-        if key not in self.told:
+        if key not in self.sent_layouts:
             packed = now.packed()
             peer = self._resolve_peer_global_rank(self.stage_index + 1)
             work = dist.isend(packed, group=self.control, dst=peer)
             assert work is not None
             self.sending.append((work, packed))
-            self.told[key] = now
-        elif self.told[key] != now:
+            self.sent_layouts[key] = now
+        elif self.sent_layouts[key] != now:
             raise ModelError(
-                f"what stage {self.stage_index} sends on was {self.told[key]} and is {now} for inputs of the same "
+                f"what stage {self.stage_index} sends on was {self.sent_layouts[key]} and is {now} for inputs of the same "
                 "shape: the hidden state may depend on the inputs' shapes only, and requires_grad may not change after "
                 "session.prepare; use a strategy without +pp"
             )
@@ -315,11 +315,11 @@ class RunStage(_PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the rest of a split backward: gradients of weights."""
         start = self._begin("backward")
-        held = self.pending.pop(bwd_chunk_id)
-        if isinstance(held, tuple):
-            self._full(*held, last=False)
+        pending = self.pending.pop(bwd_chunk_id)
+        if isinstance(pending, tuple):
+            self._full(*pending, last=False)
         else:
-            stage_backward_weight(self.module.parameters(), held)
+            stage_backward_weight(self.module.parameters(), pending)
             self._each_unit("post_backward")  # accumulates in the reduction dtype, as a full backward does
         if last_backward:
             self._reduce()
@@ -353,7 +353,7 @@ class RunStage(_PipelineStageBase):
         """Do nothing: the last backward has reduced."""
 
     def _begin(self, part: str) -> float:
-        WAITS.enter(part)
+        COMM_TIMER.enter(part)
         return self._clock()
 
     def _clock(self) -> float:
@@ -364,7 +364,7 @@ class RunStage(_PipelineStageBase):
         return time.perf_counter()
 
     def _note(self, kind: str, micro: int, start: float) -> None:
-        WAITS.leave()
+        COMM_TIMER.leave()
         if self.work is not None and self.work.spans is not None:
             self.work.spans.append(StageSpan(self.stage_index, kind, micro, start, self._clock()))
 

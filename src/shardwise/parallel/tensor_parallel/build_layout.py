@@ -9,10 +9,10 @@ from shardwise.model.flow import Flow, Product
 from shardwise.parallel.tensor_parallel.regions import Regions
 from shardwise.parallel.tensor_parallel.styles import starred
 from shardwise.parallel.tensor_parallel.tensor_layout import (
+    ArgRef,
     GatheredArgument,
     ModuleShard,
     ParameterView,
-    Place,
     Slices,
     TensorLayout,
     chunk,
@@ -36,7 +36,7 @@ class Findings:
     blocks: dict[str, Regions]
     head: VocabHead | None
     external_params: dict[str, tuple[str, ...]]
-    hidden: Place
+    hidden: ArgRef
     notes: tuple[str, ...]
 
 
@@ -98,9 +98,9 @@ class _Maker:
             if product.bias is not None:
                 local["bias"] = ParameterView(partial=self.sequence)
             self.modules[product.name] = ModuleShard("rowwise", local)
-        for name, cut in found.inside.items():
+        for name, shard in found.inside.items():
             parent, _, key = f"{block}.{name}".rpartition(".")
-            one = ParameterView(partial=True) if cut is None else self._columns(f"{block}.{name}", cut[1], cut[0])
+            one = ParameterView(partial=True) if shard is None else self._columns(f"{block}.{name}", shard[1], shard[0])
             self.modules.setdefault(parent, ModuleShard("reads")).local[key] = one
         for name, (place, group) in found.entries.items():
             self.entries[f"{block}.{name}"] = (GatheredArgument(place, f"block:{block}:{group}"),)
@@ -120,16 +120,16 @@ class _Maker:
         """Add all other parameters; return the shard dims of those that are sharded."""
         dims = {
             self.canonical[f"{name}.{key}"]: local.dim
-            for name, cut in self.modules.items()
-            for key, local in cut.local.items()
+            for name, shard in self.modules.items()
+            for key, local in shard.local.items()
             if local.dim is not None
         }
         for parameter in self.spec.parameters:
             partial = self.sequence and parameter.block is not None
             for name in (parameter.name, *parameter.aliases):
                 parent, _, key = name.rpartition(".")
-                cut = self.modules.setdefault(parent, ModuleShard("reads"))
-                cut.local.setdefault(key, ParameterView(dim=dims.get(parameter.name), partial=partial))
+                shard = self.modules.setdefault(parent, ModuleShard("reads"))
+                shard.local.setdefault(key, ParameterView(dim=dims.get(parameter.name), partial=partial))
         return dims
 
     def _columns(self, name: str, uses: tuple[Slices, ...], dim: int) -> ParameterView:
@@ -150,5 +150,7 @@ def _styles(modules: dict[str, ModuleShard], spec: ModelSpec) -> dict[str, str]:
     words = {"colwise_gather": "colwise_gather_output"}
     blocks = spec.blocks
     return {
-        starred(name, blocks): words.get(cut.kind, cut.kind) for name, cut in modules.items() if cut.kind != "reads"
+        starred(name, blocks): words.get(shard.kind, shard.kind)
+        for name, shard in modules.items()
+        if shard.kind != "reads"
     }

@@ -43,7 +43,7 @@ class BlockCheck:
         self.parameters = {n: p for n, p in flow.parameters.items() if n.startswith(self.prefix) and p.requires_grad}
         self.calls = {(call.product.name, call.count): call for call in run.calls}
 
-    def settle(self, found: Regions) -> str | None:
+    def solve_attributes(self, found: Regions) -> str | None:
         """Find attributes that make ``found`` correct, and where sequences are gathered.
 
         Else return the difference.
@@ -223,10 +223,10 @@ class BlockCheck:
     def _slices_of(self, found: Regions, rank: int) -> dict[str, nn.Parameter]:
         """Return this rank's slices of sharded parameters that belong to no linear layer."""
         shares = {}
-        for name, cut in found.inside.items():
-            if cut is not None:
+        for name, split in found.inside.items():
+            if split is not None:
                 full = self.parameters[f"{self.prefix}{name}"].detach()
-                shares[f"{self.prefix}{name}"] = nn.Parameter(full.index_select(cut[0], indices(cut[1][rank])))
+                shares[f"{self.prefix}{name}"] = nn.Parameter(full.index_select(split[0], indices(split[1][rank])))
         return shares
 
     @contextlib.contextmanager
@@ -275,16 +275,16 @@ class BlockCheck:
                     _same(torch.zeros_like(expected) if grad is None else grad, expected, where)
 
     def _summed(
-        self, cut: tuple[int, tuple[Slices, ...]] | None, parts: list[Any], expected: torch.Tensor, where: str
+        self, split: tuple[int, tuple[Slices, ...]] | None, parts: list[Any], expected: torch.Tensor, where: str
     ) -> None:
         summed = torch.zeros_like(expected)
         for rank, grad in enumerate(parts):
             if grad is None:
                 continue
-            if cut is None:
+            if split is None:
                 summed += grad
             else:
-                summed.index_add_(cut[0], indices(cut[1][rank]), grad)
+                summed.index_add_(split[0], indices(split[1][rank]), grad)
         _same(summed, expected, where)
 
 

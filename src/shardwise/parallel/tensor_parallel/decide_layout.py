@@ -160,18 +160,18 @@ def _blocks(flow: Flow, plan: Plan, styles: dict[str, str] | None) -> tuple[dict
         mixed = _mixed(flow, run, found[name], tp)
         if sequence:
             _add_entries(run, found[name])
-        why = None if mixed else BlockCheck(flow, run, tp, sequence=sequence).settle(found[name])
+        why = None if mixed else BlockCheck(flow, run, tp, sequence=sequence).materialize_unit(found[name])
         problems += mixed if why is None else [_reason(flow, run, found[name], plan, why)]
     passed = [(a, b) for a, b in sorted(flow.passed) if a in found and found[a].columns]
     problems += [
         f"{first} hands {second} more than hidden states, and each rank would have only a part of it; use fsdp"
         for first, second in passed[:1]
     ]
-    cut = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
+    sharded = {f"{block}.{name}" for block, regions in found.items() for name in (*regions.columns, *regions.rows)}
     problems += [
         f"{reader} computes with the parameters of {owner}, which tensor parallel shards; call {owner} instead"
         for reader, owner in sorted(flow.external_params)
-        if owner in cut
+        if owner in sharded
     ]
     return found, problems
 
@@ -227,7 +227,7 @@ def _reason(flow: Flow, run: BlockRun, found: Regions, plan: Plan, why: str) -> 
     """Return why a block cannot be sharded as found."""
     tp = plan.dims.tp
     names = ", ".join([*found.columns, *found.rows])
-    if plan.sequence_parallel and BlockCheck(flow, run, tp, sequence=False).settle(found) is None:
+    if plan.sequence_parallel and BlockCheck(flow, run, tp, sequence=False).materialize_unit(found) is None:
         return (
             f"{run.name} cannot run with its sequence sharded over tp {tp} ranks: {why}; set "
             "parallel.sequence_parallel to false"

@@ -93,8 +93,10 @@ def find_regions(
             found.groups[names[id(call)]] = index
     found.rows = {names[id(c)]: c.product.inputs for c in rows}
     found.full = tuple(names[id(c)] for c in calls if c not in columns and c not in rows)
-    cut = [names[id(c)] for c in (*columns, *rows)]
-    found.problems += [f"{prefix}{n} runs more than once in one forward" for n in sorted(set(cut)) if cut.count(n) > 1]
+    sharded = [names[id(c)] for c in (*columns, *rows)]
+    found.problems += [
+        f"{prefix}{n} runs more than once in one forward" for n in sorted(set(sharded)) if sharded.count(n) > 1
+    ]
     found.problems += _size_problems(run, rows, tp)
     found.problems += _strangers(run, flow, columns, rows, below)
     if sequence:
@@ -107,12 +109,12 @@ def find_regions(
 def _style_problems(
     calls: list[Call], columns: list[Call], rows: list[Call], below: dict[int, frozenset[int]], out: frozenset[int]
 ) -> list[str]:
-    cut = {id(c.leaf) for c in columns}
+    sharded = {id(c.leaf) for c in columns}
     problems = [
-        f"{c.product.name} is rowwise, but nothing that it reads is colwise" for c in rows if not below[id(c)] & cut
+        f"{c.product.name} is rowwise, but nothing that it reads is colwise" for c in rows if not below[id(c)] & sharded
     ]
     for call in columns:
-        if below[id(call)] & cut:
+        if below[id(call)] & sharded:
             problems.append(f"{call.product.name} is colwise and reads a tensor that is sharded already")
         readers = [c.product.name for c in calls if id(call.leaf) in below[id(c)] and c not in rows]
         readers += ["the block's output"] if id(call.leaf) in out else []
@@ -194,15 +196,15 @@ def _structural(
     columns: list[Call] = []
     rows: list[Call] = []
     width = run.hidden.shape[-1]
-    cut: set[int] = set()  # leaves of column-parallel layers
+    sharded: set[int] = set()  # leaves of column-parallel layers
     back = {id(call.value) for call in calls if call.product.outputs == width}
     for call in calls:
-        if call in rows or below[id(call)] & cut:
+        if call in rows or below[id(call)] & sharded:
             continue
         readers = [c for c in calls if id(call.leaf) in below[id(c)]]
         if readers and id(call.leaf) not in out and all(id(c.value) in back for c in readers):
             columns.append(call)
-            cut.add(id(call.leaf))
+            sharded.add(id(call.leaf))
             rows += [c for c in readers if c not in rows]
     while mixed := [row for row in rows if _strangers(run, flow, columns, [row], below)]:
         feeding = [c for c in columns if any(id(c.leaf) in below[id(row)] for row in mixed)]
@@ -243,7 +245,7 @@ def _uses(run: BlockRun, flow: Flow, found: Regions, columns: list[Call], rows: 
         seen = [masks[rank][index] for rank in range(tp)]
         if any(mask is not None and bool(mask.any()) for mask in seen):
             used = [torch.zeros(parameter.shape, dtype=torch.bool) if m is None else m for m in seen]
-            found.inside[name.removeprefix(prefix)] = _cut_of(used)
+            found.inside[name.removeprefix(prefix)] = _sharded_by(used)
 
 
 def _slices(mask: torch.Tensor) -> Slices:
@@ -254,7 +256,7 @@ def _slices(mask: torch.Tensor) -> Slices:
     )
 
 
-def _cut_of(masks: Iterable[torch.Tensor]) -> tuple[int, tuple[Slices, ...]] | None:
+def _sharded_by(masks: Iterable[torch.Tensor]) -> tuple[int, tuple[Slices, ...]] | None:
     """Return the dim along which ranks use different elements, and the slices.
 
     ``None`` if all use all.

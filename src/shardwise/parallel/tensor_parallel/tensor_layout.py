@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["colwise", "rowwise", "colwise_gather", "colwise_loss", "embedding", "reads"]
-Place = tuple[str, int | str]  # ("args", position) or ("kwargs", name)
+ArgRef = tuple[str, int | str]  # ("args", position) or ("kwargs", name)
 CONFIG = "config."
 Slices = tuple[tuple[int, int], ...]  # start, end; ascending
 
@@ -46,7 +46,7 @@ class ModuleShard:
 class GatheredArgument:
     """Argument of a module that is gathered along the sequence before its forward."""
 
-    place: Place
+    place: ArgRef
     group: str
 
 
@@ -71,7 +71,7 @@ class TensorLayout:
     external_params: dict[str, tuple[str, ...]] = field(default_factory=dict)
     first: str = ""
     last: str = ""
-    hidden: Place = ("args", 0)
+    hidden: ArgRef = ("args", 0)
     logits: str | int | None = None
     vocab: int = 0
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
-from shardwise.distributed.comm_timer import WAITS
+from shardwise.distributed.comm_timer import COMM_TIMER
 
 SEQUENCE = 1
 PART = "exposed_tp"
@@ -32,7 +32,7 @@ class TpGroup:
 
 def all_reduce(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Sum over the group, in place."""
-    with WAITS.part(PART):
+    with COMM_TIMER.part(PART):
         dist.all_reduce(tensor, group=group.group)
     return tensor
 
@@ -41,7 +41,7 @@ def all_gather(tensor: torch.Tensor, group: TpGroup, dim: int = SEQUENCE) -> tor
     """Concatenate the equal parts of all ranks along ``dim``."""
     tensor = tensor.contiguous()
     found = tensor.new_empty((group.size, *tensor.shape))
-    with WAITS.part(PART):
+    with COMM_TIMER.part(PART):
         dist.all_gather_single(found, tensor.unsqueeze(0), group=group.group)
     return _joined(found, dim)
 
@@ -53,11 +53,11 @@ def reduce_scatter(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     pieces = tensor.reshape(shape).movedim(SEQUENCE, 0).contiguous()
     if group.sums_pieces:
         others = torch.empty_like(pieces)
-        with WAITS.part(PART):
+        with COMM_TIMER.part(PART):
             dist.all_to_all_single(others, pieces, group=group.group)
         return others.sum(0)
     found = pieces.new_empty(pieces.shape[1:])
-    with WAITS.part(PART):
+    with COMM_TIMER.part(PART):
         dist.reduce_scatter_single(found, pieces.flatten(0, 1), group=group.group)
     return found
 
@@ -75,7 +75,7 @@ def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
-class _Share(Function):
+class _CopyToTp(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
@@ -88,7 +88,7 @@ class _Share(Function):
 
 def share(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Identity in forward, all-reduce in backward: a replicated tensor enters sharded work."""
-    found: torch.Tensor = _Share.apply(tensor, group)
+    found: torch.Tensor = _CopyToTp.apply(tensor, group)
     return found
 
 
@@ -102,7 +102,7 @@ class _Sum(Function):
         return grad, None
 
 
-def add_up(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def reduce_from_tp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """All-reduce in forward, identity in backward: partial sums become a replicated tensor."""
     found: torch.Tensor = _Sum.apply(tensor, group)
     return found
@@ -119,7 +119,7 @@ class _GatherIn(Function):
         return reduce_scatter(grad, ctx.group), None
 
 
-def gather_in(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def gather_from_sp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """All-gather along the sequence in forward, reduce-scatter in backward: enters sharded work."""
     found: torch.Tensor = _GatherIn.apply(tensor, group)
     return found
@@ -136,13 +136,13 @@ class _SumOut(Function):
         return all_gather(grad, ctx.group), None
 
 
-def add_up_cut(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def reduce_scatter_to_sp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Reduce-scatter along the sequence in forward, all-gather in backward."""
     found: torch.Tensor = _SumOut.apply(tensor, group)
     return found
 
 
-class _CutSequence(Function):
+class _ScatterToSp(Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
         ctx.group = group
@@ -153,9 +153,9 @@ class _CutSequence(Function):
         return all_gather(grad, ctx.group), None
 
 
-def cut_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def scatter_to_sp(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """Split along the sequence in forward, all-gather in backward."""
-    found: torch.Tensor = _CutSequence.apply(tensor, group)
+    found: torch.Tensor = _ScatterToSp.apply(tensor, group)
     return found
 
 
@@ -170,7 +170,7 @@ class _JoinSequence(Function):
         return part(grad, ctx.group), None
 
 
-def join_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
+def gather_sequence(tensor: torch.Tensor, group: TpGroup) -> torch.Tensor:
     """All-gather along the sequence in forward, split in backward: replicated work follows."""
     found: torch.Tensor = _JoinSequence.apply(tensor, group)
     return found
@@ -193,7 +193,7 @@ class _JoinLast(Function):
         return grad.narrow(-1, sum(widths[:rank]), widths[rank]).contiguous(), None, None
 
 
-def join_last(tensor: torch.Tensor, group: TpGroup, widths: Sequence[int]) -> torch.Tensor:
+def gather_from_tp(tensor: torch.Tensor, group: TpGroup, widths: Sequence[int]) -> torch.Tensor:
     """All-gather along the last dim in forward (uneven ``widths`` allowed), split in backward."""
     found: torch.Tensor = _JoinLast.apply(tensor, group, widths)
     return found
@@ -218,7 +218,7 @@ class _Exchange(Function):
         ctx.group, ctx.rows, ctx.shape = group, rows, local.shape
         sent = local.index_select(0, rows.sent)
         found = local.new_empty((sum(rows.here), *local.shape[1:]))
-        with WAITS.part(PART):
+        with COMM_TIMER.part(PART):
             dist.all_to_all_single(found, sent, rows.here, rows.there, group=group.group)
         return found
 
@@ -226,7 +226,7 @@ class _Exchange(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows: Rows = ctx.rows
         found = grad.new_empty((sum(rows.there), *grad.shape[1:]))
-        with WAITS.part(PART):
+        with COMM_TIMER.part(PART):
             dist.all_to_all_single(found, grad.contiguous(), rows.there, rows.here, group=ctx.group.group)
         return grad.new_zeros(ctx.shape).index_add_(0, rows.sent, found), None, None
 

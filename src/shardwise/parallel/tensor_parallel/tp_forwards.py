@@ -18,10 +18,10 @@ from torch.nn import functional
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.tensor_parallel.tensor_layout import (
+    ArgRef,
     GatheredArgument,
     ModuleShard,
     ParameterView,
-    Place,
     Slices,
     TensorLayout,
     chunk,
@@ -31,13 +31,13 @@ from shardwise.parallel.tensor_parallel.tp_collectives import (
     SEQUENCE,
     Rows,
     TpGroup,
-    add_up,
-    add_up_cut,
-    cut_sequence,
     exchange,
-    gather_in,
-    join_last,
-    join_sequence,
+    gather_from_sp,
+    gather_from_tp,
+    gather_sequence,
+    reduce_from_tp,
+    reduce_scatter_to_sp,
+    scatter_to_sp,
     share,
 )
 
@@ -62,7 +62,7 @@ class SharedInput:
         found = self.entered if self.source is tensor else None
         if found is None:
             if self.sequence:
-                found = gather_in(_as_computed(tensor), self.group)
+                found = gather_from_sp(_as_computed(tensor), self.group)
             else:
                 found = share(_as_computed(tensor), self.group) if tensor.requires_grad else tensor
             self.source, self.entered, self.left = tensor, found, self.readers
@@ -140,10 +140,10 @@ class TpForwards:
         way.readers += 1
         return way
 
-    def readers(self, module: nn.Module, cut: ModuleShard) -> dict[str, Reader]:
+    def readers(self, module: nn.Module, shard: ModuleShard) -> dict[str, Reader]:
         """Return a reader for each of the module's parameters."""
         found = {}
-        for key, local in cut.local.items():
+        for key, local in shard.local.items():
             parameter = module._parameters.get(key)
             if parameter is not None:
                 size = parameter.shape[local.uses_dim] if parameter.ndim else 1
@@ -155,39 +155,39 @@ class TpForwards:
         for name, module in self.modules.items():
             if any(True for _ in module.parameters()):  # a stage has modules of other stages as empty modules
                 self.convert(module, name)
-        head = next((name for name, cut in self.layout.modules.items() if cut.kind == "colwise_loss"), "")
+        head = next((name for name, shard in self.layout.modules.items() if shard.kind == "colwise_loss"), "")
         if head and head in self.modules and self.modules[head]._parameters.get("weight") is not None:
             self.outputs(self.modules[""])
 
     def convert(self, module: nn.Module, name: str) -> None:
         """Convert ``module`` to the forward that the layout has for its name."""
         set_numbers(module.__dict__, self.layout.attributes.get(name, {}))
-        cut = self.layout.modules.get(name)
-        if cut is not None and any(module._parameters.get(key) is not None for key in cut.local):
-            if cut.kind in ("colwise", "rowwise", "colwise_gather", "colwise_loss"):
-                self.linear(module, cut)
-            elif isinstance(module, nn.Embedding) and cut.kind == "embedding":
-                self.embedding(module, cut)
+        shard = self.layout.modules.get(name)
+        if shard is not None and any(module._parameters.get(key) is not None for key in shard.local):
+            if shard.kind in ("colwise", "rowwise", "colwise_gather", "colwise_loss"):
+                self.linear(module, shard)
+            elif isinstance(module, nn.Embedding) and shard.kind == "embedding":
+                self.embedding(module, shard)
             else:
-                _read(module, self.readers(module, cut))
+                _read(module, self.readers(module, shard))
         owners = [self.modules[owner] for owner in self.layout.external_params.get(name, ()) if owner in self.modules]
         if owners:
             _read_besides(module, owners)
         for entry in self.layout.entries.get(name, ()):
             _enter(module, entry, self.way(entry.group))
         if name and name == self.layout.first:
-            _around(module, before=self._cut_hidden)
+            _around(module, before=self._shard_hidden)
         if name and name == self.layout.last:
-            _around(module, after=lambda output: _on_hidden(output, lambda x: join_sequence(x, self.group)))
+            _around(module, after=lambda output: _on_hidden(output, lambda x: gather_sequence(x, self.group)))
 
-    def linear(self, module: nn.Module, cut: ModuleShard) -> None:
+    def linear(self, module: nn.Module, shard: ModuleShard) -> None:
         """Convert a ``Linear`` (or transformers' ``Conv1D``) to local weights."""
-        readers = self.readers(module, cut)
+        readers = self.readers(module, shard)
         weight, bias = readers["weight"], readers.get("bias")
         turned = not isinstance(module, nn.Linear)
         group, sequence = self.group, self.sequence
-        kind = cut.kind
-        way = self.way(cut.group) if cut.group else None
+        kind = shard.kind
+        way = self.way(shard.group) if shard.group else None
         widths = [end - first for first, end in (chunk(self.layout.vocab, group.size, r) for r in range(group.size))]
 
         def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -198,30 +198,30 @@ class TpForwards:
                 w = w.t()
             if kind != "rowwise":
                 found = functional.linear(x if way is None else way.enter(x), w, b)
-                return join_last(found, group, widths) if kind == "colwise_gather" else found
-            found = (add_up_cut if sequence else add_up)(functional.linear(x, w), group)
+                return gather_from_tp(found, group, widths) if kind == "colwise_gather" else found
+            found = (reduce_scatter_to_sp if sequence else reduce_from_tp)(functional.linear(x, w), group)
             return found if b is None else found + b.to(found.dtype)
 
         _subclass(module, {"forward": forward})
 
-    def embedding(self, module: nn.Embedding, cut: ModuleShard) -> None:
+    def embedding(self, module: nn.Embedding, shard: ModuleShard) -> None:
         """Look up in row-sharded weights: each rank returns its rows, and zeros elsewhere."""
         size, group = module.num_embeddings, self.group
         first, end = chunk(size, group.size, group.rank)
         if module.padding_idx is not None:
             here = first <= module.padding_idx < end
             module.padding_idx = module.padding_idx - first if here else None
-        _read(module, self.readers(module, cut))
+        _read(module, self.readers(module, shard))
 
         def around(inner: Callable[..., Any], self: nn.Module, ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             torch._assert_async(((ids >= 0) & (ids < size)).all(), f"token ids must be from 0 to {size - 1}")
             others = (ids < first) | (ids >= end)
             found = inner((ids - first).masked_fill(others, 0), *args, **kwargs)
-            return add_up(found.masked_fill(others.unsqueeze(-1), 0), group)
+            return reduce_from_tp(found.masked_fill(others.unsqueeze(-1), 0), group)
 
         _wrap(module, around)
 
-    def _cut_hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _shard_hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = _at(self.layout.hidden, args, kwargs)
         ranks = self.group.size
         length = hidden.shape[SEQUENCE]
@@ -231,7 +231,7 @@ class TpForwards:
                 "multiple "
                 f"of {ranks}; pad it to {-(-length // ranks) * ranks} or set parallel.sequence_parallel to false"
             )
-        return _put(self.layout.hidden, cut_sequence(hidden, self.group), args, kwargs)
+        return _put(self.layout.hidden, scatter_to_sp(hidden, self.group), args, kwargs)
 
     def outputs(self, stage: nn.Module) -> None:
         """Make the model return its logits as a DTensor that is sharded over the vocabulary."""
@@ -268,12 +268,12 @@ def _as_logits(local: torch.Tensor, vocab: int, mesh: DeviceMesh) -> torch.Tenso
     )
 
 
-def _at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _at(place: ArgRef, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[int(place[1])] if place[0] == "args" else kwargs[str(place[1])]
 
 
 def _put(
-    place: Place, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    place: ArgRef, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if place[0] == "args":
         index = int(place[1])

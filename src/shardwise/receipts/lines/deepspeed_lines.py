@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.measure import state
 from shardwise.model.read import clean_name
 from shardwise.parallel.engines.engine import Engine, EngineTensors
-from shardwise.plan.deepspeed_stages import Place, Swapped, optimizer_place, parameter_place, swapped, zero_stage
+from shardwise.plan.deepspeed_stages import Location, Swapped, optimizer_place, parameter_place, swapped, zero_stage
 from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.receipts.lines.structure_lines import block_line
 from shardwise.receipts.receipt import Line
@@ -26,7 +26,7 @@ from shardwise.train.step import Step
 from shardwise.units import bytes_text
 
 _COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_WHERE: dict[Place, str] = {"device": "the device", "cpu": "host memory", "nvme": "NVMe"}
+_WHERE: dict[Location, str] = {"device": "the device", "cpu": "host memory", "nvme": "NVMe"}
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class SeenGradients:
     @staticmethod
     def of(engine: Engine) -> SeenGradients:
         """Record the current gradients."""
-        local = engine.held()
+        local = engine.local_tensors()
         return SeenGradients(state.local_elements(local.gradients), state.dtypes(local.gradients))
 
 
-def engine_lines(session: Session, step: Step, watch: StepRecorder, seen: SeenGradients | None) -> Iterator[Line]:
+def engine_lines(session: Session, step: Step, recorder: StepRecorder, seen: SeenGradients | None) -> Iterator[Line]:
     """Yield every line that this rank can check alone; ``seen`` are the recorded gradients."""
     engine: Any = session.applied.engine
-    local = engine.held()
+    local = engine.local_tensors()
     plan = session.plan
     yield _same("engine", f"DeepSpeed, ZeRO-{zero_stage(plan)}", f"DeepSpeed, ZeRO-{engine.live_stage()}")
     yield from _batch_lines(session, step, engine)
-    yield from _dtype_lines(session, watch, local, seen)
+    yield from _dtype_lines(session, recorder, local, seen)
     yield from _share_lines(session, engine, local, seen)
     yield from _place_lines(session, engine, local)
-    yield from _structure_lines(session, step, watch)
-    yield from _traffic_lines(session, step, watch)
+    yield from _structure_lines(session, step, recorder)
+    yield from _traffic_lines(session, step, recorder)
 
 
 def _same(name: str, planned: str, found: str) -> Line:
@@ -71,18 +71,18 @@ def _batch_lines(session: Session, step: Step, engine: Any) -> Iterator[Line]:
 
 
 def _dtype_lines(
-    session: Session, watch: StepRecorder, local: EngineTensors, seen: SeenGradients | None
+    session: Session, recorder: StepRecorder, local: EngineTensors, seen: SeenGradients | None
 ) -> Iterator[Line]:
     compute = _COMPUTE[session.plan.precision]
     if local.parameters:
         yield _same("parameter dtype", compute, state.dtypes(local.parameters))
-    if watch.recorder.matmul_dtypes:
-        yield compute_line({compute}, watch.recorder, casts_weights=True)
+    if recorder.recorder.matmul_dtypes:
+        yield compute_line({compute}, recorder.recorder, casts_weights=True)
     if local.masters:
         yield _same("fp32 weights' dtype", "float32", state.dtypes(local.masters))
     if seen is not None:
         yield _same("gradient dtype", "float32", seen.dtypes)
-    reducing = {item.dtype for item in watch.recorder.collectives if _reduces(item)}
+    reducing = {item.dtype for item in recorder.recorder.collectives if _reduces(item)}
     if session.dp > 1:
         yield _same("reduction dtype", "float32", ", ".join(sorted(reducing)) or "none")
     if local.states:
@@ -164,10 +164,10 @@ def _swap_line(session: Session, engine: Any, local: EngineTensors) -> Line:
     )
 
 
-def _structure_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
+def _structure_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     plan, spec, module = session.plan, session.spec, session.module
     if spec.blocks:
-        yield block_line(spec, plan, len(step.micros), watch.forwards, plan.recompute)
+        yield block_line(spec, plan, len(step.micros), recorder.forwards, plan.recompute)
     if spec.tied:
         live = {clean_name(n): id(p) for n, p in module.named_parameters(remove_duplicate=False)}
         planned = ", ".join(" = ".join(names) for names in spec.tied)
@@ -179,12 +179,12 @@ def _reduces(item: Any) -> bool:
     return item.phase == "backward" and item.name != "all_gather" and item.name != "broadcast"
 
 
-def _traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
+def _traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     """Yield lines on traffic: ZeRO-1 reduces once a step, ZeRO-2 and 3 after each micro batch."""
     if session.dp == 1:
         return
     times = 1 if zero_stage(session.plan) == 1 else len(step.micros)
-    found = sum(item.num_bytes for item in watch.recorder.collectives if _reduces(item))
+    found = sum(item.num_bytes for item in recorder.recorder.collectives if _reduces(item))
     least = session.spec.num_trainable * 4 * times
     most = least + sum(4 * 2 * session.dp * times for p in session.spec.parameters if p.trainable)
     yield Line(
@@ -193,7 +193,7 @@ def _traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterato
         found=bytes_text(found),
         ok=least <= found <= most,
     )
-    gathered = sum(item.num_bytes for item in watch.recorder.collectives if item.name == "all_gather")
+    gathered = sum(item.num_bytes for item in recorder.recorder.collectives if item.name == "all_gather")
     yield Line(name="all_gather per step", planned="DeepSpeed decides", found=bytes_text(gathered), ok=None)
 
 

@@ -67,12 +67,12 @@ class LogitsRecorder:
         self._on = False
 
 
-def logits_line(session: Session, step: Step, watch: LogitsRecorder) -> Line:
+def logits_line(session: Session, step: Step, recorder: LogitsRecorder) -> Line:
     """Compare rows of logits in memory with the plan's chunks of the largest micro batch."""
     chunks, name = session.plan.loss_chunks, "logits at once"
     sizes = [micro.labels.numel() for micro in step.micros if isinstance(micro.labels, torch.Tensor)]
     rows = max((chunk_rows(size, chunks) for size in sizes), default=0)
-    planned = f"{rows} × {watch.vocab} (of {max(sizes, default=0)} rows, in {chunks} chunks)"
-    if not watch.rows or not sizes:
+    planned = f"{rows} × {recorder.vocab} (of {max(sizes, default=0)} rows, in {chunks} chunks)"
+    if not recorder.rows or not sizes:
         return Line(name=name, planned=planned, found="no logits were made by the head's loss", ok=None)
-    return Line(name=name, planned=planned, found=f"{watch.rows} × {watch.vocab}", ok=watch.rows <= rows)
+    return Line(name=name, planned=planned, found=f"{recorder.rows} × {recorder.vocab}", ok=recorder.rows <= rows)

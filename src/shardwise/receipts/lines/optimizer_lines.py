@@ -47,15 +47,15 @@ class OptimizerRecorder:
                     self.gradient_dtypes.add(dtype_name(parameter.grad.dtype))
 
 
-def stepping_lines(session: Session, watch: OptimizerRecorder) -> Iterator[Line]:
+def stepping_lines(session: Session, recorder: OptimizerRecorder) -> Iterator[Line]:
     """Yield lines on the step's device and on parameters stepped before the backward ends."""
     plan = session.plan
     if plan.parsed.engine != "torch":  # its own optimizer steps
         return
     planned = "cpu" if plan.parsed.offload else session.device.type
-    found = ", ".join(sorted(watch.devices)) or "nothing"
+    found = ", ".join(sorted(recorder.devices)) or "nothing"
     yield Line(name="optimizer steps on", planned=planned, found=found, ok=planned == found)
-    early = sum(phase == "backward" for phase in watch.phases.values())
+    early = sum(phase == "backward" for phase in recorder.phases.values())
     if plan.optimizer_in_backward or early:
         full = sum(p.trainable for p in used_spec(session).parameters)
         planned = f"{full if plan.optimizer_in_backward else 0} of {full} parameters"
@@ -76,7 +76,7 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
         yield Line(name="optimizer state dtype", planned=planned, found=found, ok=planned == found)
     if workload.optimizer_states is None:
         return
-    local = {p.name: _held(session, p) for p in every}
+    local = {p.name: _local_shape(session, p) for p in every}
     if custom is None:
         number = workload.optimizer_states
         expected = sum(_product(local[p.name]) for p in mine) * number
@@ -115,7 +115,7 @@ def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[lis
     return mine, every
 
 
-def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
+def _local_shape(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
     return local_shape(
         parameter,
         session.plan,
@@ -126,7 +126,7 @@ def _held(session: Session, parameter: ParameterSpec, rank: int | None = None) -
 
 
 def _state_bytes(session: Session, parameter: ParameterSpec, local: tuple[int, ...], spec: OptimizerSpec) -> int:
-    shard = ParameterShard(parameter.shape, local, _held(session, parameter, 0), parameter.block is not None)
+    shard = ParameterShard(parameter.shape, local, _local_shape(session, parameter, 0), parameter.block is not None)
     return spec.state_bytes(shard, parameter.itemsize)
 
 

@@ -25,27 +25,27 @@ _SCHEDULES = {
 }
 
 
-def option_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
+def option_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     """Yield the lines that this rank can check alone."""
     dims = session.plan.dims
     if dims.splits_model:
         yield _mesh_line(session)
     if dims.tp > 1:
-        yield from _tensor_lines(session, step, watch)
+        yield from _tensor_lines(session, step, recorder)
     if dims.pp > 1:
-        yield _schedule_line(session, step, watch)
-    if session.plan.compile or watch.compiled is not None:
-        yield _compile_line(session, watch)
+        yield _schedule_line(session, step, recorder)
+    if session.plan.compile or recorder.compiled is not None:
+        yield _compile_line(session, recorder)
     if session.plan.async_tp:
         import torch._inductor.config
 
         yield _option("async_tp", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
     if session.plan.prefetch > 1:
-        yield _prefetch_line(session, watch)
+        yield _prefetch_line(session, recorder)
     if isinstance(session.applied.outer, Replicated):
         yield from _ddp_lines(session.plan, session.applied.outer)
     if session.plan.loss_chunks > 1:
-        yield logits_line(session, step, watch.head)
+        yield logits_line(session, step, recorder.head)
 
 
 def _mesh_line(session: Session) -> Line:
@@ -61,7 +61,7 @@ def _mesh_line(session: Session) -> Line:
     )
 
 
-def _schedule_line(session: Session, step: Step, watch: StepRecorder) -> Line:
+def _schedule_line(session: Session, step: Step, recorder: StepRecorder) -> Line:
     """Check the schedule by its class, and by the most micro batches in flight in a stage."""
     plan, pipeline = session.plan, session.applied.pipeline
     number, stages = len(run_micros(session, step)), plan.dims.pp * plan.virtual_stages
@@ -74,7 +74,7 @@ def _schedule_line(session: Session, step: Step, watch: StepRecorder) -> Line:
         name = "ScheduleGPipe"
     used = None if pipeline is None else pipeline._schedules.get(number)
     most = flying = 0
-    for span in watch.spans:
+    for span in recorder.spans:
         flying += {"forward": 1, "backward": -1, "backward-input": -1}.get(span.kind, 0)
         most = max(most, flying)
     tail = " micro batches in flight"
@@ -83,16 +83,16 @@ def _schedule_line(session: Session, step: Step, watch: StepRecorder) -> Line:
     return _option("pipeline_schedule", planned, found)
 
 
-def _compile_line(session: Session, watch: StepRecorder) -> Line:
+def _compile_line(session: Session, recorder: StepRecorder) -> Line:
     """Check that every forward of a block was one compiled graph."""
     blocks = len(session.applied.blocks) if session.plan.compile else 0
-    calls, runs = watch.compiled_calls
-    graphs = 0 if watch.compiled is None else watch.compiled.blocks
-    planned = f"{blocks}, one graph for each of {watch.block_calls} forwards" if blocks else "none"
+    calls, runs = recorder.compiled_calls
+    graphs = 0 if recorder.compiled is None else recorder.compiled.blocks
+    planned = f"{blocks}, one graph for each of {recorder.block_calls} forwards" if blocks else "none"
     return _option("compile", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
 
 
-def _prefetch_line(session: Session, watch: StepRecorder) -> Line:
+def _prefetch_line(session: Session, recorder: StepRecorder) -> Line:
     """Compare FSDP2's prefetch depth with the units gathered when the first block ran."""
     depth, forward = session.plan.prefetch, gathered_ahead(session.module)[0]
     if session.plan.dims.pp > 1:  # stages run in turn
@@ -100,7 +100,7 @@ def _prefetch_line(session: Session, watch: StepRecorder) -> Line:
     spec, tail = used_spec(session), "gathered when the first one ran"
     ahead = min(depth, len(spec.blocks))
     units = len(root_units(session, spec)) + min(len(spec.blocks), 1 + depth)
-    found = f"{forward}, {watch.gathers_before_first} units {tail}"
+    found = f"{forward}, {recorder.gathers_before_first} units {tail}"
     return _option("prefetch", f"{ahead}, {units} units {tail}", found)
 
 
@@ -128,23 +128,27 @@ def _option(option: str, planned: str, found: str) -> Line:
     return _same(OPTION_SPECS[option].receipt, planned, found)
 
 
-def _tensor_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
+def _tensor_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     plan, decision = session.plan, session.applied.decision
     layout = None if decision is None else decision.layout
     if layout is None:
         return
     known = tokens_of(step.micros)
-    if watch.lengths and known is not None:
+    if recorder.lengths and known is not None:
         lengths = {length for _, length in known}
-        full = watch.lengths <= lengths
-        cut = watch.lengths <= {length // plan.dims.tp for length in lengths} and not full
+        full = recorder.lengths <= lengths
+        sharded = recorder.lengths <= {length // plan.dims.tp for length in lengths} and not full
         found = (
-            "on" if cut else "off" if full else f"blocks are given {sorted(watch.lengths)} of {sorted(lengths)} tokens"
+            "on"
+            if sharded
+            else "off"
+            if full
+            else f"blocks are given {sorted(recorder.lengths)} of {sorted(lengths)} tokens"
         )
         yield _option("sequence_parallel", "on" if plan.sequence_parallel else "off", found)
-    if watch.logits and layout.vocab:
-        widths = ", ".join(str(width) for width in sorted(watch.logits))
-        found = "off" if layout.vocab in watch.logits else "on"
+    if recorder.logits and layout.vocab:
+        widths = ", ".join(str(width) for width in sorted(recorder.logits))
+        found = "off" if layout.vocab in recorder.logits else "on"
         planned = "on" if plan.loss_parallel else "off"
         yield Line(
             name=OPTION_SPECS["loss_parallel"].receipt,

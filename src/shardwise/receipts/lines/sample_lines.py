@@ -52,16 +52,16 @@ def packed_line(*, mask_borders: bool) -> Line:
 def isolation_line(found: Isolation) -> Line:
     """Report whether one document of a sample moves the loss of another."""
     if found.wrong_rows:
-        said = f"{found.wrong_rows} samples of the first step are not whole documents with their own labels"
+        found_text = f"{found.wrong_rows} samples of the first step are not whole documents with their own labels"
     elif not found.documents:
-        said = "one document in each sample of the first step"
+        found_text = "one document in each sample of the first step"
     else:
         kind = {True: "isolated", False: "not isolated", None: "unknown, as nothing moves this loss"}[found.ok]
-        said = (
+        found_text = (
             f"{kind}: another document moves a loss by {found.change:.2g} of it "
             f"({found.documents} compared; without borders {found.open_change:.2g})"
         )
-    return Line(name=PACKED, planned="isolated", found=said, ok=found.ok)
+    return Line(name=PACKED, planned="isolated", found=found_text, ok=found.ok)
 
 
 def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:

@@ -19,16 +19,16 @@ from shardwise.units import bytes_text
 _OWN_AXES = ("tp", "cp", "pp")
 
 
-def traffic_lines(session: Session, step: Step, watch: StepRecorder) -> Iterator[Line]:
+def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     """Yield a line per expected or observed collective, and per axis if the model is split."""
     stepped, reduced = used_spec(session), part_of(session)  # parameters without a gradient are reduced as zeros
     if session.plan.dims.splits_model:
-        sent = model_parallel_traffic(session, reduced, run_micros(session, step), watch)
-        found = _cut_totals(session, watch.recorder.collectives)
+        sent = model_parallel_traffic(session, reduced, run_micros(session, step), recorder)
+        found = _model_parallel_totals(session, recorder.recorder.collectives)
     else:
-        calls = watch.forwards.of_units(reduced.blocks)
+        calls = recorder.forwards.of_units(reduced.blocks)
         sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls)
-        found = watch.recorder.totals()
+        found = recorder.recorder.totals()
     expected = with_optimizer_traffic(session, stepped, sent)
     for name in sorted({*expected, *found}):
         line = _line(name, expected.get(name), *found.get(name, (0, 0)))
@@ -55,7 +55,7 @@ def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
     return text(ends[0]) if ends[0] == ends[1] else f"{text(ends[0])} to {text(ends[1])}"
 
 
-def _cut_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
+def _model_parallel_totals(session: Session, collectives: list[Collective]) -> dict[str, tuple[int, int]]:
     """Sum calls and bytes by collective and axis."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for item in collectives:

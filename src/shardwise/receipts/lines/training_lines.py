@@ -166,13 +166,13 @@ class TrainingLines:
             moves += torch.stack([planned.abs().sum(), found.abs().sum()]).cpu()
             rounding += float(torch.finfo(now.dtype).eps * before.abs().sum())
         trained = sum(local(p).numel() for p in session.module.parameters() if p.requires_grad)
-        held = sum(now.numel() for now, _ in average.pairs)
+        averaged = sum(now.numel() for now, _ in average.pairs)
         sizes = [float(move) for move in moves]
         return Line(
             name=f"average of the weights (ema_decay {self._config.train.ema_decay:g})",
             planned=f"{trained} elements, moved by {sizes[0]:.3g} in the first of each tensor",
-            found=f"{held} elements, moved by {sizes[1]:.3g} in the first of each tensor",
-            ok=trained == held and abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0] + rounding,
+            found=f"{averaged} elements, moved by {sizes[1]:.3g} in the first of each tensor",
+            ok=trained == averaged and abs(sizes[1] - sizes[0]) <= 0.01 * sizes[0] + rounding,
         )
 
     def _loss_line(self, found: float, planned: float, plain: float) -> Line:

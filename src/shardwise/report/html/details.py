@@ -144,15 +144,15 @@ def memory(record: RunRecord, charts: dict[str, Figure]) -> Safe:
         parts.append(el("p", "No peak was measured.", class_="none"))
     if found.predicted is None:
         return section("memory-section", "Memory", *parts)
-    told = {str(phase.name): phase.allocated for phase in found.predicted.phases}
+    predicted_peaks = {str(phase.name): phase.allocated for phase in found.predicted.phases}
     rows = [
         (
             f"peak in {phase.replace('_', ' ')}",
-            _size_or_dash(told.get(phase)),
+            _size_or_dash(predicted_peaks.get(phase)),
             _size_or_dash(found.peaks.get(phase)),
-            _ratio(found.peaks.get(phase), told.get(phase)),
+            _ratio(found.peaks.get(phase), predicted_peaks.get(phase)),
         )
-        for phase in dict.fromkeys([*told, *found.peaks])
+        for phase in dict.fromkeys([*predicted_peaks, *found.peaks])
     ]
     for name in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries"):
         planned, seen = getattr(found.predicted, name), found.at_rest.get(name)

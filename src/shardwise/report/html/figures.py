@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shardwise.measure.step_time.timing import BETWEEN, WAITS, Timing
+from shardwise.measure.step_time.timing import BETWEEN, WAIT_PHASES, Timing
 from shardwise.report.html.layout_parts import colour, ordered, words
 from shardwise.report.html.run_record import (
     BenchSamples,
@@ -215,7 +215,9 @@ def shown_ranks(timing: Timing) -> list[int]:
 
     def own(rank: int) -> float:
         return sum(
-            v for part, v in timing.ranks[rank].items() if part not in (*WAITS, *BETWEEN, "slowest_rank", "pipeline")
+            v
+            for part, v in timing.ranks[rank].items()
+            if part not in (*WAIT_PHASES, *BETWEEN, "slowest_rank", "pipeline")
         )
 
     everyone = list(range(len(timing.ranks)))
@@ -234,11 +236,11 @@ def ranks_figure(timing: Timing) -> Figure | None:
     if len(ranks) < 2:
         return None
     unit, name = _unit(timing.step_s)
-    told = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
-    seen = dict.fromkeys(part for rank in ranks for part in told[rank])
+    predicted_peaks = [{p: v for p, v in one.items() if v > 0 and p not in BETWEEN} for one in timing.ranks]
+    seen = dict.fromkeys(part for rank in ranks for part in predicted_peaks[rank])
     data = []
     for part in ordered(seen):
-        values = [told[rank].get(part, 0.0) for rank in ranks]
+        values = [predicted_peaks[rank].get(part, 0.0) for rank in ranks]
         text = [f"{value * unit:.3g}" if value > 0.08 * timing.step_s else "" for value in values]
         bar: Figure = {
             "type": "bar",
@@ -263,14 +265,14 @@ def memory_figure(memory: Memory) -> Figure | None:
     """Plot predicted and measured peaks by phase; ``None`` without measurements."""
     if not memory.peaks:
         return None
-    told = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
+    predicted_peaks = {} if memory.predicted is None else {str(p.name): p.allocated for p in memory.predicted.phases}
     phases: list[str] = [phase for phase in ("forward", "backward", "optimizer") if phase in memory.peaks]
     phases += [phase for phase in memory.peaks if phase not in phases]
-    most = max([*memory.peaks.values(), *(told.get(phase, 0) for phase in phases)])
+    most = max([*memory.peaks.values(), *(predicted_peaks.get(phase, 0) for phase in phases)])
     unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     rows = (
         ("measured", "var:accent", [memory.peaks.get(phase) for phase in phases]),
-        ("predicted", "var:pale", [told.get(phase) for phase in phases]),
+        ("predicted", "var:pale", [predicted_peaks.get(phase) for phase in phases]),
     )
     data = []
     for label, tone, column in rows:

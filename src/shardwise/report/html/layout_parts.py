@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise.measure.step_time.timing import BETWEEN, NAMES, PARTS, Timing
+from shardwise.measure.step_time.timing import BETWEEN, NAMES, PHASES, Timing
 
 FAMILIES = {
     "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
@@ -25,7 +25,7 @@ def words(part: str) -> str:
 
 def colour(part: str) -> str:
     """Return the style sheet variable of a part's colour."""
-    return f"p-{part}" if part in PARTS or part in BETWEEN else "p-other"
+    return f"p-{part}" if part in PHASES or part in BETWEEN else "p-other"
 
 
 def ordered(parts: Mapping[str, object]) -> list[str]:

@@ -160,15 +160,15 @@ def read_run(
     summary = files.fact(SUMMARY, _Summary, files.document(SUMMARY, NO_SUMMARY), NO_SUMMARY) or _Summary()
     timed = summary.timing or files.document(TIMING, "where the time went is unknown")
     timing = files.fact(TIMING, Timing, timed, "it is left out")
-    told = summary.findings or files.document(FINDINGS, "no diagnosis was made")
-    findings = files.fact(FINDINGS, TypeAdapter(tuple[Finding, ...]), told, "they are left out")
+    sources = summary.findings or files.document(FINDINGS, "no diagnosis was made")
+    findings = files.fact(FINDINGS, TypeAdapter(tuple[Finding, ...]), sources, "they are left out")
     use = files.fact(SUMMARY, Utilisation, summary.utilisation, "the use of the devices is left out")
     done = int(steps[-1]["step"]) if steps else summary.steps or 0
     through = summary.steps or done
     plan = _plan(files, job)
     saves = tuple(_save(line) for line in lines if "checkpoint_bytes" in line or "checkpoint_stall_s" in line)
     memory = _memory(job, summary)
-    state, text = _state(done, summary, job, held=not ended and _held(folder))
+    state, text = _state(done, summary, job, locked=not ended and _is_locked(folder))
     environment = files.document(ENVIRONMENT, "the versions and devices it ran with are unknown")
     return RunRecord(
         name=folder.resolve().name,
@@ -178,7 +178,7 @@ def read_run(
         state_text=text,
         missing=(*files.problems, *_stale(through, done)),
         through_step=through if through < done else None,
-        figures=_figures(steps, saves, _Told(summary, job, timing, memory, plan, use), done),
+        figures=_figures(steps, saves, _FigureSources(summary, job, timing, memory, plan, use), done),
         series=series_of(steps),
         evaluations=tuple(
             LoggedEvaluation(step=line["step"], heldout_bits_per_byte=line["heldout_bits_per_byte"])
@@ -200,7 +200,7 @@ def read_run(
 
 
 @dataclass(frozen=True)
-class _Told:
+class _FigureSources:
     """Sources of the figures, beside the logged lines."""
 
     summary: _Summary
@@ -211,23 +211,25 @@ class _Told:
     use: Utilisation | None
 
 
-def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], told: _Told, done: int) -> Figures:
-    timing, summary = told.timing, told.summary
-    predicted = told.job.step_time
+def _figures(
+    steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], sources: _FigureSources, done: int
+) -> Figures:
+    timing, summary = sources.timing, sources.summary
+    predicted = sources.job.step_time
     warm = steps[1:] if len(steps) > 1 else steps
     step_s = timing.median_step_s if timing else _median(line.get("step_time_s") for line in warm)
     seconds = _step_seconds(steps)
     pauses = [save.stall_s for save in saves if save.stall_s is not None]
     pause = sum(pauses) if pauses else None
-    devices = None if told.plan is None else told.plan.dims.world_size
+    devices = None if sources.plan is None else sources.plan.dims.world_size
     hours = None if seconds is None or devices is None else (seconds + (pause or 0.0)) * devices / 3600
     price = summary.price_per_device_hour
-    if price is None and told.job.cluster is not None:
-        price = told.job.cluster.price_per_device_hour
-    estimate = told.memory.predicted
+    if price is None and sources.job.cluster is not None:
+        price = sources.job.cluster.price_per_device_hour
+    estimate = sources.memory.predicted
     return Figures(
         steps=done,
-        steps_planned=told.job.steps,
+        steps_planned=sources.job.steps,
         tokens=_full(steps[-1].get("tokens")) if steps else summary.tokens,
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"]) if steps else summary.loss,
@@ -239,10 +241,10 @@ def _figures(steps: Sequence[dict[str, Any]], saves: Sequence[SavedCheckpoint], 
         step_predicted_s=None if predicted is None else predicted.step_s,
         step_predicted_low_s=None if predicted is None else predicted.low_s,
         step_predicted_high_s=None if predicted is None else predicted.high_s,
-        mfu=None if told.use is None else told.use.mfu,
+        mfu=None if sources.use is None else sources.use.mfu,
         mfu_predicted=None if predicted is None else predicted.mfu,
-        flops_per_s=None if told.use is None else told.use.model_flops_per_s,
-        peak_bytes=max(told.memory.peaks.values(), default=None),
+        flops_per_s=None if sources.use is None else sources.use.model_flops_per_s,
+        peak_bytes=max(sources.memory.peaks.values(), default=None),
         peak_predicted_bytes=None if estimate is None else estimate.allocated,
         step_seconds=seconds,
         pause_seconds=pause,
@@ -380,19 +382,19 @@ def _receipts(summary: _Summary) -> dict[str, Receipt | None]:
     return found
 
 
-def _state(done: int, summary: _Summary, job: _Job, *, held: bool) -> tuple[State, str]:
+def _state(done: int, summary: _Summary, job: _Job, *, locked: bool) -> tuple[State, str]:
     """Return the state of the run, as a word and as a sentence."""
     of = f" of {job.steps}" if job.steps else ""
     if summary.steps is not None and summary.steps >= max(done, job.steps or 0):
         return "finished", f"all {done} steps are done"
-    if held:
+    if locked:
         return "running", f"step {done}{of} is the last one logged, and a process still uses the folder"
     if not job.config and summary.steps is None:
         return "unknown", f"step {done} is the last one logged; how many were planned is not in the folder"
     return "unfinished", f"it stopped before its end: step {done}{of} is the last one logged"
 
 
-def _held(folder: Path) -> bool:
+def _is_locked(folder: Path) -> bool:
     """Return whether a process has the run's lock; False if there is none."""
     try:
         with (folder / LOCK).open() as lock:

@@ -240,8 +240,8 @@ def loss(record: RunRecord, drawn: set[str]) -> Safe:
     else:
         parts.append(el("p", "No step was logged.", class_="none"))
     if len(record.evaluations) > 1:
-        told = [(f"{e.step:,}", number(e.heldout_bits_per_byte, 5)) for e in record.evaluations]
-        numbers = table(("step", "bits per byte"), told, numbers=(1,))
+        cells = [(f"{e.step:,}", number(e.heldout_bits_per_byte, 5)) for e in record.evaluations]
+        numbers = table(("step", "bits per byte"), cells, numbers=(1,))
         text = f"Held-out bits per byte, {fixed(record.evaluations[-1].heldout_bits_per_byte)} at last."
         parts.append(chart("heldout", text, numbers, drawn="heldout" in drawn))
     elif record.evaluations:

@@ -27,9 +27,9 @@ class SyncedRngState:
         text = ""
         if ranks.is_main:
             text = json.dumps({name: bytes(s.tolist()).hex() for name, s in random_states(ranks.device).items()})
-        told = json.loads(broadcast_text(text, ranks))
+        states_by_name = json.loads(broadcast_text(text, ranks))
         own = self._states()
-        states = {name: torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for name, s in told.items()}
+        states = {name: torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for name, s in states_by_name.items()}
         restore_random_states(states, ranks.device)
         self._kept = self._states()
         self._set(own)

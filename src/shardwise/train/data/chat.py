@@ -88,8 +88,8 @@ class ChatTemplate:
                 **self.special,
             )
         except TemplateError as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise RowProblem(f"the chat template refuses it: {said:.200}") from None
+            found_text = " ".join(str(error).split()) or type(error).__name__
+            raise RowProblem(f"the chat template refuses it: {found_text:.200}") from None
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise RowProblem(f"the chat template fails: {type(error).__name__}: {error!s:.200}") from None
         return texts[0], list(spans[0]) if marked else []

@@ -34,7 +34,7 @@ _LAYOUT = 3  # version of the corpus folder; a change of its content makes old f
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
 _PLAIN = {"loss_on": ("auto", "all"), "chat_template": (None,)}  # values that say nothing against plain text
-_Say = Callable[[str], None]
+_Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class _Building:
         return own if own is not None else int(content < int(self.fraction * 2**64))
 
 
-def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say) -> dict[str, Any]:
+def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log) -> dict[str, Any]:
     """Write the sources (training documents, then held-out ones, if any) to ``work/corpus``."""
     num_files = sum(len(one.source.files) for one in readings)
     log(f"reading {counted(num_files, 'file')}")
@@ -343,7 +343,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
         if leaked:
             log(f"{leaked} of {len(sides[1].hashes)} held-out documents are trained on too: they are in data.path")
         parts = {side.name: side.finish() for side in sides if side.lengths}
-    scan, held = building.scan, len(sides[1].lengths)
+    scan, num_heldout = building.scan, len(sides[1].lengths)
     if scan.replaced:
         log(
             f"{scan.replaced} documents contain U+FFFD, the replacement of bytes that are not UTF-8: "
@@ -352,7 +352,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
     num_bytes = sum(part["num_bytes"] for part in parts.values())
     tokens = count_text(sum(part["num_tokens"] for part in parts.values()))
     documents = sum(len(side.lengths) for side in sides)
-    log(f"{bytes_text(num_bytes)}, {tokens} tokens, {documents} documents, {held} held out")
+    log(f"{bytes_text(num_bytes)}, {tokens} tokens, {documents} documents, {num_heldout} held out")
     if left_out := building.left_out:
         log(f"{counted(left_out, 'row')} left out: {bad.number} malformed, {len(building.silent)} without a label")
     return scan.entropies() | {
@@ -366,7 +366,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Say
     }
 
 
-def _encoder(table: DataTable, kinds: set[Kind], log: _Say) -> Encoder:
+def _encoder(table: DataTable, kinds: set[Kind], log: _Log) -> Encoder:
     """Return what encodes rows of these kinds; a template whose turns end in no token of their own is reported."""
     if kinds == {"text"} and (moot := [key for key, plain in _PLAIN.items() if getattr(table, key) not in plain]):
         raise DataError(
@@ -421,7 +421,7 @@ def _check_rows(building: _Building, source: DataSource, before: int, left_out_b
         raise DataError(f"{source.where} has only empty documents; give some with text")
 
 
-def _balance(building: _Building, firsts: Sequence[int], log: _Say) -> None:
+def _balance(building: _Building, firsts: Sequence[int], log: _Log) -> None:
     """Move documents so that neither side of the last source is empty, where it has two contents."""
     sides = building.sides
     hashes = [side.hashes[first:] for side, first in zip(sides, firsts, strict=True)]
@@ -444,7 +444,7 @@ def _move(origin: _Writer, to: _Writer, contents: Sequence[int], first: int) -> 
 class _Progress:
     """A line every two seconds: how much of the files is read."""
 
-    def __init__(self, total: int, log: _Say) -> None:
+    def __init__(self, total: int, log: _Log) -> None:
         self.total, self.log = total, log
         self.began = self.last = time.monotonic()
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.order import MixtureOrder, SampleOrder
-from shardwise.train.data.packing import CutDocuments
+from shardwise.train.data.packing import Truncation
 from shardwise.train.data.samples import JoinedSources, NumberedSamples, order_for, samples_for
 from shardwise.units import count_text, counted
 
@@ -19,7 +19,7 @@ class DataReceipt:
     """The training side of a corpus as it will be trained on.
 
     ``roles`` are tokens and those with a loss, empty where all have one; ``fill`` is the share of inputs that are not
-    padding (``None`` where samples are joined), ``cuts`` what ``data.seq_len`` costs; ``epoch`` are the samples of an
+    padding (``None`` where samples are joined), ``truncation`` what ``data.seq_len`` costs; ``epoch`` are the samples of an
     epoch, ``sources`` the samples of each source of a mixture and its share of the stream; ``fingerprint`` is of the
     tokens, and resuming compares it.
     """
@@ -34,7 +34,7 @@ class DataReceipt:
     roles: dict[str, tuple[int, int]]
     left_out: int
     left_out_first: tuple[str, ...]
-    cuts: CutDocuments | None
+    truncation: Truncation | None
     fill: float | None
     epoch: int
     sources: dict[str, tuple[int, float]]
@@ -51,8 +51,8 @@ class DataReceipt:
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
-        held = count_text(self.heldout_tokens) if self.heldout_tokens else "no"
-        yield f"{count_text(self.tokens)} training tokens, {held} held-out tokens"
+        heldout = count_text(self.heldout_tokens) if self.heldout_tokens else "no"
+        yield f"{count_text(self.tokens)} training tokens, {heldout} held-out tokens"
         if self.roles:
             of = ", ".join(
                 f"{role} {trained / total:.0%} of {count_text(total)}" for role, (total, trained) in self.roles.items()
@@ -64,15 +64,15 @@ class DataReceipt:
             yield f"{name}: {share:.2%} of the stream, {counted(size, 'sample')}, {passes:.2f} × in an epoch"
         if self.left_out:
             yield f"{counted(self.left_out, 'row')} left out, such as {self.left_out_first[0]}"
-        if self.cuts is not None and self.cuts.cut:
+        if self.truncation is not None and self.truncation.truncated:
             if self.roles:
                 yield (
-                    f"{self.cuts.cut} of {counted(self.cuts.documents, 'document')} cut at {self.seq_len} tokens, "
-                    f"{self.cuts.lost} of them lost every label and are left out "
-                    f"({count_text(self.cuts.tokens_lost)} tokens with a loss are gone)"
+                    f"{self.truncation.truncated} of {counted(self.truncation.documents, 'document')} cut at {self.seq_len} tokens, "
+                    f"{self.truncation.lost} of them lost every label and are left out "
+                    f"({count_text(self.truncation.tokens_lost)} tokens with a loss are gone)"
                 )
             else:
-                yield f"{counted(self.cuts.cut, 'document')} longer than {self.seq_len} tokens go on in further pieces"
+                yield f"{counted(self.truncation.truncated, 'document')} longer than {self.seq_len} tokens go on in further pieces"
         if self.packing == "isolated":
             yield (
                 f"packed, isolated: {counted(self.documents, 'document')} in {counted(self.samples, 'sample')} of "
@@ -114,7 +114,7 @@ def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
         roles=tokens.roles(),
         left_out=corpus.left_out,
         left_out_first=corpus.left_out_first,
-        cuts=samples.cuts,
+        truncation=samples.truncation,
         fill=samples.fill,
         sources=shares,
         epoch=order.epoch,

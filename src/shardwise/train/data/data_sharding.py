@@ -114,10 +114,10 @@ def _parts(loader: Iterable[Any]) -> Iterator[Any]:
         yield part
         if type(part).__module__ == "builtins" or isinstance(part, type):
             continue
-        held = {**getattr(part, "__dict__", {})}
-        config = held.pop("_distributed", None)  # of Hugging Face's streams
+        attributes = {**getattr(part, "__dict__", {})}
+        config = attributes.pop("_distributed", None)  # of Hugging Face's streams
         queue += [] if config is None else [config]
-        for name, value in held.items():
+        for name, value in attributes.items():
             for one in value[:64] if isinstance(value, list | tuple) else [value]:
                 known = isinstance(one, Sampler | Dataset | DataLoader)
                 if one is not None and (known or name in _INSIDE) and not isinstance(one, int | float | str):

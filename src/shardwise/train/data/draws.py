@@ -102,15 +102,15 @@ class Raising(Iterator[Any]):
 def mark_of(dataset: Any, length: int) -> int:
     """Hash both ends of a map-style dataset's data, read from its attributes; nothing is loaded."""
     mark = 0
-    held = getattr(dataset, "__dict__", {})
+    attributes = getattr(dataset, "__dict__", {})
     for name in ("_data", "_indices"):  # tables of Hugging Face's
-        table: Any = held.get(name)
+        table: Any = attributes.get(name)
         if hasattr(table, "fast_slice") and length:
             mark = zlib.crc32(repr(table.fast_slice(0, 1).to_pydict()).encode(), mark)
     if isinstance(dataset, Subset):
         inner = dataset.dataset
         mark = zlib.crc32(str(mark_of(inner, length_of(inner))).encode(), mark)
-    for value in [dataset, *held.values()]:
+    for value in [dataset, *attributes.values()]:
         for one in [value, *(value if isinstance(value, list | tuple) and len(value) <= _FEW else ())]:
             if (
                 length

@@ -58,17 +58,17 @@ def measure_isolation(session: TrainingSession, samples: IsolatedSamples | Joine
     positions = inputs["position_ids"]
     document = (positions == 0).cumsum(1)  # from 1; the padding at the end is the last
     first = document == 1
-    asked = [document_labels(labels, document, number) for number in range(2, int(document.max()) + 1)]
-    asked = [one for one in asked if (one != IGNORED).any()][:_MOST_ASKED]
-    count = max(int(row[0]) for row in _gathered([len(asked)], session.ranks))
-    asked += [torch.full_like(labels, IGNORED)] * (count - len(asked))
-    asked.append(document_labels(labels, document, 1))
+    probed = [document_labels(labels, document, number) for number in range(2, int(document.max()) + 1)]
+    probed = [one for one in probed if (one != IGNORED).any()][:_MOST_ASKED]
+    count = max(int(row[0]) for row in _gathered([len(probed)], session.ranks))
+    probed += [torch.full_like(labels, IGNORED)] * (count - len(probed))
+    probed.append(document_labels(labels, document, 1))
     last = (document == document.max(1, keepdim=True).values) & ~first
     length = torch.arange(positions.shape[1]).expand_as(positions)
     ids_here = inputs["input_ids"]
     found = {
         (which, is_open): _losses(
-            session, {"input_ids": _changed(ids_here, where), "position_ids": length if is_open else positions}, asked
+            session, {"input_ids": _changed(ids_here, where), "position_ids": length if is_open else positions}, probed
         )
         for which, where, is_open in (
             ("none", None, False),
@@ -83,7 +83,7 @@ def measure_isolation(session: TrainingSession, samples: IsolatedSamples | Joine
         _change(found["none", True][:-1], found["first", True][:-1]),
         _change(found["none", False][-1:], found["last", False][-1:]),
     ]
-    mine = sum(bool((one != IGNORED).any()) for one in asked[:-1])
+    mine = sum(bool((one != IGNORED).any()) for one in probed[:-1])
     rows = _gathered([*changes, mine if session.place.tp == session.place.pp == 0 else 0, wrong], session.ranks)
     return Isolation(
         change=max(row[0] for row in rows),
@@ -122,14 +122,14 @@ def _row(inputs: dict[str, Tensor], labels: Tensor, row: int) -> tuple[Tensor, T
     return inputs["input_ids"][row], inputs["position_ids"][row], labels[row]
 
 
-def _losses(session: TrainingSession, inputs: dict[str, Tensor], asked: list[Tensor]) -> Tensor:
-    """Return the summed loss of each of ``asked``, float64 on the CPU; zeros on a stage without the loss."""
+def _losses(session: TrainingSession, inputs: dict[str, Tensor], probed: list[Tensor]) -> Tensor:
+    """Return the summed loss of each of ``probed``, float64 on the CPU; zeros on a stage without the loss."""
     device = session.device
     given = {name: value.to(device) for name, value in inputs.items()}
-    found = torch.zeros(len(asked), dtype=torch.float64)
+    found = torch.zeros(len(probed), dtype=torch.float64)
 
     def look(outputs: object, labels: Tensor) -> Tensor:
-        for index, one in enumerate(asked):
+        for index, one in enumerate(probed):
             found[index] = float(token_loss_sum(outputs, one.to(device)))
         return torch.zeros((), device=device)
 
@@ -139,9 +139,9 @@ def _losses(session: TrainingSession, inputs: dict[str, Tensor], asked: list[Ten
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             if pipeline is not None:
-                pipeline.evaluate([given], [asked[0].to(device) if asked else None], look)
+                pipeline.evaluate([given], [probed[0].to(device) if probed else None], look)
             else:
-                look(call(module, given), next(iter(asked), torch.empty(0)))
+                look(call(module, given), next(iter(probed), torch.empty(0)))
     finally:
         module.train(was_training)
         reshard(module)

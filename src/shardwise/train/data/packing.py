@@ -14,11 +14,11 @@ _TEXT = 2 * ROLES.index("text") + 1  # mark of all tokens of a plain document
 
 
 @dataclass(frozen=True)
-class CutDocuments:
+class Truncation:
     """What the length of a sample costs: documents cut, and those of them that lost every label."""
 
     documents: int
-    cut: int
+    truncated: int
     lost: int
     tokens_lost: int
 
@@ -29,7 +29,7 @@ class DocumentPieces:
 
     begins: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    cuts: CutDocuments
+    truncation: Truncation
 
 
 def pieces_of(tokens: Tokens, seq_len: int) -> DocumentPieces:
@@ -48,14 +48,14 @@ def pieces_of(tokens: Tokens, seq_len: int) -> DocumentPieces:
     done = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len  # earlier pieces
     begins, lengths = np.repeat(starts[:-1], pieces) + done, np.minimum(seq_len, np.repeat(labels, pieces) - done)
     if marks is None:
-        return DocumentPieces(begins, lengths, CutDocuments(len(labels), int((pieces > 1).sum()), 0, 0))
+        return DocumentPieces(begins, lengths, Truncation(len(labels), int((pieces > 1).sum()), 0, 0))
     trained = np.concatenate([[0], np.cumsum(marks & 1, dtype=np.int64)])
     within = trained[begins + lengths + 1] - trained[begins + 1]
     full = trained[starts[:-1] + labels + (labels > 0)] - trained[starts[:-1] + (labels > 0)]
-    kept, cut = within > 0, ~plain & (labels > seq_len)
+    kept, truncated = within > 0, ~plain & (labels > seq_len)
     lost = int((~kept).sum()) + int((pieces == 0).sum())
-    cuts = CutDocuments(len(labels), int(cut.sum()), lost, int(full.sum() - within.sum()))
-    return DocumentPieces(begins[kept], lengths[kept], cuts)
+    truncation = Truncation(len(labels), int(truncated.sum()), lost, int(full.sum() - within.sum()))
+    return DocumentPieces(begins[kept], lengths[kept], truncation)
 
 
 def pack_rows(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -72,7 +72,7 @@ class Stream:
     _resume: tuple[DataPosition, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
     _reserved: int = 0
     _generators: list[torch.Generator] = field(default_factory=list)
-    _told: bool = False
+    _reported: bool = False
 
     def __post_init__(self) -> None:
         self.watch = StreamRecorder(self.ranks, self.window)
@@ -130,7 +130,7 @@ class Stream:
             return self._pass(loader, 0, {}, {}, sharded)
         place, at_start, now = self._resume
         if self.passes <= self.finished:
-            self._say_finished()
+            self._report_finished()
         if self.passes < place.passes:
             return ()
         self._resume = None
@@ -197,13 +197,13 @@ class Stream:
         """Return the states of the current loader's own generators."""
         return {f"{_OWN}{number}": generator.get_state() for number, generator in enumerate(self._generators)}
 
-    def _say_finished(self) -> None:
-        if self.ranks.is_main and not self._told:
+    def _report_finished(self) -> None:
+        if self.ranks.is_main and not self._reported:
             logging.getLogger("shardwise").warning(
                 f"pass {self.passes} over the data was finished before the checkpoint and yields no steps; write "
                 "`for epoch in session.epochs(n)` to leave finished epochs out"
             )
-        self._told = True
+        self._reported = True
 
     def _set_epoch(self, loader: Iterable[Any]) -> None:
         """Call ``set_epoch`` of a sampler that shuffles by it, as DistributedSampler, unless the loop does so itself.

@@ -23,7 +23,7 @@ from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import Corpus, Tokens
 from shardwise.train.data.order import MixtureOrder, Order, SampleOrder, rank_ids
-from shardwise.train.data.packing import CutDocuments, pack_rows, pieces_of
+from shardwise.train.data.packing import Truncation, pack_rows, pieces_of
 
 IGNORED = -100
 
@@ -31,7 +31,7 @@ IGNORED = -100
 class NumberedSamples(Protocol):
     """Numbered samples of one length.
 
-    ``fill`` is the share of inputs that are not padding, ``cuts`` what the length cut off; ``None`` where documents are
+    ``fill`` is the share of inputs that are not padding, ``truncation`` what the length cut off; ``None`` where documents are
     joined.
     """
 
@@ -41,7 +41,7 @@ class NumberedSamples(Protocol):
         ...
 
     @property
-    def cuts(self) -> CutDocuments | None:
+    def truncation(self) -> Truncation | None:
         """What the length of a sample costs."""
         ...
 
@@ -71,10 +71,10 @@ class NumberedSamples(Protocol):
         ...
 
 
-class _Cut:
+class _Piece:
     """Samples by offset: number ``i`` has ``lengths[i]`` labels from token ``begins[i] + 1`` on."""
 
-    cuts: CutDocuments | None = None
+    truncation: Truncation | None = None
     fill: float | None = None
 
     def __init__(
@@ -136,7 +136,7 @@ class _Cut:
         return int((lengths - separators).sum())
 
 
-class PackedSamples(_Cut):
+class PackedSamples(_Piece):
     """Samples of all documents joined and split every ``seq_len`` tokens.
 
     Each token is a label once.
@@ -181,7 +181,7 @@ class PackedSamples(_Cut):
         return text
 
 
-class DocumentSamples(_Cut):
+class DocumentSamples(_Piece):
     """Samples that each start with a document, padded at the end; see `pieces_of`.
 
     The labels of a document are its second token to its last.
@@ -194,7 +194,7 @@ class DocumentSamples(_Cut):
         pieces = pieces_of(tokens, seq_len)
         _need_labels(len(pieces.begins))
         super().__init__(tokens, seq_len, separator, pieces.begins, pieces.lengths)
-        self.cuts, self.fill = pieces.cuts, float(pieces.lengths.sum()) / (len(self) * seq_len)
+        self.truncation, self.fill = pieces.truncation, float(pieces.lengths.sum()) / (len(self) * seq_len)
 
 
 class IsolatedSamples:
@@ -213,7 +213,7 @@ class IsolatedSamples:
         pieces = pieces_of(tokens, seq_len)
         _need_labels(len(pieces.begins))
         self.tokens, self.seq_len, self.separator = tokens, seq_len, separator
-        self.cuts = pieces.cuts
+        self.truncation = pieces.truncation
         self._stream: NDArray[Any] = np.asarray(tokens.tokens)
         self._marks = None if tokens.marks is None else np.asarray(tokens.marks)
         self._begins, self._lengths = pieces.begins, pieces.lengths
@@ -321,10 +321,10 @@ class JoinedSources:
         self.isolated = all(isinstance(part, IsolatedSamples) for part in self.parts)
 
     @property
-    def cuts(self) -> CutDocuments | None:
+    def truncation(self) -> Truncation | None:
         """What the length of a sample costs, in all."""
-        found = [part.cuts for part in self.parts if part.cuts is not None]
-        return None if not found else CutDocuments(*map(sum, zip(*map(astuple, found), strict=True)))
+        found = [part.truncation for part in self.parts if part.truncation is not None]
+        return None if not found else Truncation(*map(sum, zip(*map(astuple, found), strict=True)))
 
     @property
     def fill(self) -> float | None:

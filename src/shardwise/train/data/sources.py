@@ -39,7 +39,7 @@ class BadRows:
     """Rows that cannot be trained on, with their places: the first are kept, all are counted."""
 
     skip: bool
-    told: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     number: int = 0
 
     def add(self, problem: str) -> None:
@@ -49,8 +49,8 @@ class BadRows:
             DataError: rows are not skipped, and there are enough to show.
         """
         self.number += 1
-        if len(self.told) < MOST_PROBLEMS:
-            self.told.append(problem)
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(problem)
         if not self.skip and self.number == MOST_PROBLEMS:
             self.refuse()
 
@@ -60,10 +60,12 @@ class BadRows:
         Raises:
             DataError: there are some.
         """
-        if self.told and not self.skip:
+        if self.problems and not self.skip:
             more = " (and perhaps more)" if self.number == MOST_PROBLEMS else ""
             last = f'repair these rows{more}, or leave them out with data.bad_rows = "skip"'
-            raise DataError(*self.told, last) if len(self.told) > 1 else DataError(f"{self.told[0]}; {last}")
+            raise (
+                DataError(*self.problems, last) if len(self.problems) > 1 else DataError(f"{self.problems[0]}; {last}")
+            )
 
 
 @dataclass(frozen=True)

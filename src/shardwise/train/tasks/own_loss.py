@@ -29,8 +29,8 @@ def loss_of(config: Config) -> LossSum:
     def own(outputs: Any, labels: Any) -> Tensor:
         found = function(outputs, labels)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
-            held = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
-            raise UserError(f"{where} returned {held}; return the sum of the loss, a tensor, and its count")
+            found_type = f"{len(found)} values" if isinstance(found, tuple) else type(found).__name__
+            raise UserError(f"{where} returned {found_type}; return the sum of the loss, a tensor, and its count")
         total, count = found
         if total.ndim:
             raise UserError(f"{where} returned a sum of shape {tuple(total.shape)}; it must be 0-d, as torch.sum gives")

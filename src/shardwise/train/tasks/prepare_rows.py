@@ -91,7 +91,7 @@ def _write(
             if left_out > _MOST_SKIPPED * (left_out + found):
                 raise DataError(
                     f"{where}: {left_out} of {counted(left_out + found, 'row')}, over a tenth, cannot be trained on:",
-                    *bad.told,
+                    *bad.notes,
                 )
             if not found:
                 raise DataError(f"{where} has no row to train on; give some")
@@ -102,14 +102,14 @@ def _write(
             writer.renumber("label", order)
         facts = reader.facts()
         num_classes = reader.vocab_size if reader.labels is None else reader.labels.num_classes
-        held = len(sides["heldout"]) if "heldout" in sides else 0
-        told = [f"{counted(len(sides['train']), 'training row')}, {held} held out"]
+        is_heldout = len(sides["heldout"]) if "heldout" in sides else 0
+        notes = [f"{counted(len(sides['train']), 'training row')}, {is_heldout} held out"]
         if reader.labels is not None:
             some = f": {', '.join(classes[:8])}{', ...' * (len(classes) > 8)}" if classes else ""
-            told.append(f"{num_classes} classes{some}")
+            notes.append(f"{num_classes} classes{some}")
         if bad.number:
-            told.append(f"{counted(bad.number, 'row')} left out, such as {bad.told[0]}")
-        facts["told"] = [*told, *facts.get("told", [])]
+            notes.append(f"{counted(bad.number, 'row')} left out, such as {bad.notes[0]}")
+        facts["told"] = [*notes, *facts.get("told", [])]
         data: dict[str, Any] = {
             "task": task.name,
             "vocab_size": reader.vocab_size,
@@ -117,7 +117,7 @@ def _write(
             "fingerprint": fingerprint,
             "classes": classes,
             "left_out": bad.number,
-            "left_out_first": bad.told,
+            "left_out_first": bad.notes,
             "facts": facts,
         }
         writer.finish(sides, data)
@@ -127,13 +127,13 @@ def _sides(hashes: NDArray[np.uint64], ends: Sequence[int], fraction: float) -> 
     """Return the row numbers of each side; neither is empty if there are two contents."""
     if len(ends) == 2:
         return {"train": np.arange(ends[0]), "heldout": np.arange(ends[0], ends[1])}
-    held = hashes < np.uint64(int(fraction * 2**63) * 2)
+    is_heldout = hashes < np.uint64(int(fraction * 2**63) * 2)
     if fraction and len(set(hashes.tolist())) > 1:
-        if not held.any():
-            held = hashes == hashes.min()
-        elif held.all():
-            held = hashes != hashes.max()
-    elif held.all():
-        held[:] = False
-    sides = {"train": np.flatnonzero(~held), "heldout": np.flatnonzero(held)}
+        if not is_heldout.any():
+            is_heldout = hashes == hashes.min()
+        elif is_heldout.all():
+            is_heldout = hashes != hashes.max()
+    elif is_heldout.all():
+        is_heldout[:] = False
+    sides = {"train": np.flatnonzero(~is_heldout), "heldout": np.flatnonzero(is_heldout)}
     return {name: index for name, index in sides.items() if len(index)}

@@ -16,7 +16,7 @@ from shardwise.errors import ModelError
 from shardwise.train.causal import transformers_configuration
 from shardwise.train.config import Config
 from shardwise.train.data.order import Order
-from shardwise.train.data.packing import CutDocuments
+from shardwise.train.data.packing import Truncation
 from shardwise.train.data.rows import Row, RowData, RowSide
 from shardwise.train.data.sources import BadRows
 from shardwise.train.task_names import TaskName
@@ -49,7 +49,7 @@ class RowReader(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return what batches need, and what is told about the rows: text by name under ``told``."""
+        """Return what batches need, and what is told about the rows: text by name under ``problem``."""
         ...
 
 
@@ -74,7 +74,7 @@ class Task(ABC):
         if config.model.config is None:
             return None
         facts = transformers_configuration(Path(config.model.config), self._check_kind, notes)
-        if problems := [f"model.config '{config.model.config}': {told}" for told in self.problems(facts, config)]:
+        if problems := [f"model.config '{config.model.config}': {problem}" for problem in self.problems(facts, config)]:
             raise ModelError(*problems)
         return facts
 
@@ -123,7 +123,7 @@ class RowSamples:
     """Samples that are rows: ``make`` turns row numbers, -1 for an empty one, into inputs and labels."""
 
     fill: float | None = None
-    cuts: CutDocuments | None = None
+    truncation: Truncation | None = None
 
     def __init__(self, rows: RowSide, make: Callable[[NDArray[np.int64]], Batch]) -> None:
         self.rows, self.make = rows, make

@@ -26,7 +26,7 @@ class EncodedText:
     ids: NDArray[np.int64]
     types: NDArray[np.int64]
     words: NDArray[np.int64]
-    was_cut: bool
+    was_truncated: bool
 
 
 class TextEncoder:
@@ -70,7 +70,7 @@ class TextEncoder:
             parts = [np.append(np.frombuffer(utf8(one), np.uint8), 256) for one in (text, pair) if one is not None]
             ids = np.concatenate(parts).astype(np.int64)
             types = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-            return _cut(ids, types, np.where(ids == self.separator, -1, 0), length, self.separator)
+            return _truncated(ids, types, np.where(ids == self.separator, -1, 0), length, self.separator)
         self.fast.enable_truncation(max_length=length)
         found = self.fast.encode(text, pair) if pair is not None else self.fast.encode(text)
         return _found(found)
@@ -81,7 +81,7 @@ class TextEncoder:
             data = [np.frombuffer(utf8(word + " "), np.uint8) for word in words]
             at = np.repeat(np.arange(len(data)), [len(one) for one in data])
             ids = np.append(np.concatenate(data), 256).astype(np.int64)
-            return _cut(ids, np.zeros(len(ids), np.int64), np.append(at, -1), length, self.separator)
+            return _truncated(ids, np.zeros(len(ids), np.int64), np.append(at, -1), length, self.separator)
         self.fast.enable_truncation(max_length=length)
         return _found(self.fast.encode(list(words), is_pretokenized=True))
 
@@ -92,12 +92,12 @@ def _found(encoding: Any) -> EncodedText:
     return EncodedText(ids, types, words, bool(encoding.overflowing))
 
 
-def _cut(ids: NDArray[np.int64], types: NDArray[Any], words: NDArray[Any], length: int, last: int) -> EncodedText:
-    was_cut = len(ids) > length
+def _truncated(ids: NDArray[np.int64], types: NDArray[Any], words: NDArray[Any], length: int, last: int) -> EncodedText:
+    was_truncated = len(ids) > length
     ids, types, words = ids[:length].copy(), types[:length].astype(np.int64), words[:length].astype(np.int64)
-    if was_cut:  # it still ends as a whole one does
+    if was_truncated:  # it still ends as a whole one does
         ids[-1], words[-1] = last, -1
-    return EncodedText(ids, types, words, was_cut)
+    return EncodedText(ids, types, words, was_truncated)
 
 
 def _id_of(given: Any, usual: Sequence[str], vocab: dict[str, int]) -> int | None:

@@ -39,7 +39,7 @@ class TextReader(ABC):
         self.vocab_size = self.encoder.vocab_size
         self.sources: list[DataSource] = []
         self.columns: list[dict[str, str]] = []
-        self.num_cut = 0
+        self.num_truncated = 0
 
     def open(self, value: str, key: str, cache: Path) -> list[Any]:
         """Find the files of a path, and its columns; see `RowReader.open`.
@@ -114,12 +114,12 @@ class TextReader(ABC):
         """
         for one in (text, *([] if pair is None else [pair])):
             if not isinstance(one, str):
-                held = "no text" if one is None else f"{type(one).__name__}, not text,"
-                raise RowProblem(f"holds {held} in '{what}'; repair it, or remove the row")
+                found_type = "no text" if one is None else f"{type(one).__name__}, not text,"
+                raise RowProblem(f"holds {found_type} in '{what}'; repair it, or remove the row")
             if not one.strip():
                 raise RowProblem(f"'{what}' is empty; add text, or remove the row")
         found = self.encoder.encode(text, pair, length or self.table.seq_len)
-        self.num_cut += found.was_cut
+        self.num_truncated += found.was_truncated
         return found
 
     def identity(self) -> list[Any]:
@@ -136,11 +136,11 @@ class TextReader(ABC):
 
     def facts(self) -> dict[str, Any]:
         """Return the ids that batches need; see `RowReader.facts`."""
-        told = []
-        if self.num_cut:
-            told.append(f"{self.num_cut} rows cut at data.seq_len {self.table.seq_len}")
+        notes = []
+        if self.num_truncated:
+            notes.append(f"{self.num_truncated} rows cut at data.seq_len {self.table.seq_len}")
         encoder = self.encoder
-        return {"pad": encoder.pad, "separator": encoder.separator, "mask": encoder.mask, "told": told} | {
+        return {"pad": encoder.pad, "separator": encoder.separator, "mask": encoder.mask, "told": notes} | {
             "special": encoder.special
         }
 

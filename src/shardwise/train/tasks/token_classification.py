@@ -28,15 +28,15 @@ class _Reader(LabelledTextReader):
         words, tags = parts["tokens"], parts["tags"]
         for value, what in ((words, "tokens"), (tags, "tags")):
             if not isinstance(value, list) or not value:
-                held = "nothing" if not value else type(value).__name__
-                raise RowProblem(f"holds {held} in '{what}'; give a list with a value for each word")
+                found_type = "nothing" if not value else type(value).__name__
+                raise RowProblem(f"holds {found_type} in '{what}'; give a list with a value for each word")
         if len(words) != len(tags):
             raise RowProblem(f"has {len(words)} words and {len(tags)} tags; give a tag for each word")
         if not all(isinstance(word, str) and word.strip() for word in words):
             raise RowProblem("has a word that is empty or no text; remove it with its tag")
         numbers = [IGNORED if tag == IGNORED else self.classes.number_of(tag, what="tag") for tag in tags]
         found = self.encoder.encode_words(words, self.table.seq_len)
-        self.num_cut += found.was_cut
+        self.num_truncated += found.was_truncated
         first = np.append(True, found.words[1:] != found.words[:-1]) & (found.words >= 0)
         labels = np.where(first, np.array(numbers, np.int64)[found.words], IGNORED)
         return {"input_ids": tokens(found.ids), "label": labels}
