@@ -23,6 +23,7 @@ from shardwise.report.html.run_record import (
     SavedCheckpoint,
     Series,
 )
+from shardwise.units import number_text
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -135,7 +136,7 @@ def throughput_figure(series: Series, median: float | None, saves: Sequence[Save
             {
                 **where,
                 "showarrow": False,
-                "text": f"{_thousands(median)}<br>tokens/s",
+                "text": f"{number_text(median)}<br>tokens/s",
                 "font": {"color": "var:ink", "size": 12},
             }
         )
@@ -150,10 +151,6 @@ def throughput_figure(series: Series, median: float | None, saves: Sequence[Save
     axis = {"range": [0, top * 1.2]}
     more: Figure = {"shapes": shapes, "annotations": notes, "margin": {"r": LABELS}}
     return figure(data, x="step", y="tokens a second", yaxis=axis, **more)
-
-
-def _thousands(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def parts_figure(series: Series) -> Figure | None:

@@ -28,7 +28,7 @@ from shardwise.report.html.text import (
     span,
     table,
 )
-from shardwise.units import count_text, counted, money_text
+from shardwise.units import count_text, counted, money_text, number_text
 
 LEVELS = {"alarm": "costs time", "hint": "worth checking", "fine": "healthy"}
 NO_LEARNING = ("loss-at-chance", "loss-rises")
@@ -213,7 +213,7 @@ def _mfu_note(record: RunRecord) -> str:
 
 def _cost_note(record: RunRecord) -> str:
     f = record.figures
-    hours = "device hours unknown" if f.device_hours is None else f"{number(f.device_hours, 3)} device hours"
+    hours = "device hours unknown" if f.device_hours is None else f"{number_text(f.device_hours)} device hours"
     if f.price_per_device_hour is None:
         return f"no price known; {hours}"
     return f"{hours} at {money_text(f.price_per_device_hour)}"
