@@ -24,8 +24,9 @@ $(TOOLS): $(READY)
 
 setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, with all that tests and benchmarks need
 
-train: $(READY)  ## train the example on Python's own source code: plan, falling loss, receipts
-	$(BIN)/shardwise train examples/stdlib.toml
+train: $(READY)  ## train the example on Python's own source code: plan, falling loss, receipts; and its wall time
+	@started=$$(date +%s); $(BIN)/shardwise train examples/stdlib.toml && \
+	echo "make train: $$(($$(date +%s) - started)) s after installation"
 
 test: $(TOOLS)   ## run all the tests, and show the 20 slowest
 	$(BIN)/python -m pytest -q $(AT_ONCE) --durations=20

@@ -68,8 +68,8 @@ def test_a_large_model_in_a_process_of_its_own(llama: str) -> None:
     text, _, modules = done.stdout.rstrip().rpartition("\n")
     assert not {"torch", "transformers", "numpy"} & set(modules.split())
     assert "plans considered" in text and "▶" in text
-    assert "global batch 32 = micro batch" in text and "32 × 4096 = 131072 tokens a step" in text
-    assert "The full run takes" in text and "hours" in text
+    assert "global batch 32 = micro batch" in text and "32 × 4096 = 131,072 tokens a step" in text
+    assert "The full run takes" in text and " hours for $" in text
     assert all(len(line) <= 100 for line in text.splitlines() if "█" in line)
 
 

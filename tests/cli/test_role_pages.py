@@ -78,7 +78,7 @@ def test_many_ranks_under_torchrun(first: Path) -> None:
     check(done.stdout + done.stderr, resumed)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_what_to_rent(number: int) -> None:
     words, expected = sessions("what-to-rent.md")[number]
     check(shardwise(*words[1:]).stdout, expected, exact=True)

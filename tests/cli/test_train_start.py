@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -42,6 +43,19 @@ def test_one_rank_for_each_gpu_and_two_on_a_cpu(
     assert isinstance(job, Job)
     assert job.plan.device == ("cuda" if gpus else "cpu")
     assert job.plan.dims.world_size == ranks
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_make_train_says_how_long_it_took(status: int, tmp_path: Path) -> None:
+    """From the command to the held-out number, where it gets there."""
+    (tmp_path / "shardwise").write_text(f'#!/bin/sh\necho "shardwise $@"\nexit {status}\n')
+    (tmp_path / "shardwise").chmod(0o755)
+    (tmp_path / "ready").touch()
+    words = ["make", "train", f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}"]
+    done = subprocess.run(words, cwd=configs.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("shardwise train examples/stdlib.toml\n")
+    assert (done.returncode == 0) == (status == 0)
+    assert bool(re.search(r"\nmake train: \d+ s after installation\n", done.stdout)) == (status == 0)
 
 
 def test_what_takes_a_while_is_announced_and_another_model_is_refused_with_the_advice_first(tmp_path: Path) -> None:

@@ -159,6 +159,10 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
         {"plan.toml": 'strategy = "fsdp"\n[dims]\ntp = 2\ndp_replicate = 2'},
         ["--plan", "plan.toml"],
     ),
+    "plan of preference tuning": (
+        {"plan.toml": 'strategy = "fsdp"\nobjective = "dpo"\n[dims]\ndp_shard = 2'},
+        ["--plan", "plan.toml"],
+    ),
     "plan with stages of another model": (
         {"plan.toml": 'strategy = "ddp+pp2"\ngrad_accum = 4\nstage_blocks = [4, 4]\n[dims]\npp = 2'},
         ["--plan", "plan.toml"],
@@ -203,7 +207,11 @@ PLANS = {
     "plan with a sequence too long": ["gpt2", *PLAN, "--seq-len", "2048"],
     "plan with words that are no choice": [
         *["gpt2", *PLAN, "--precision", "bf61", "--recompute", "ful", "--optimizer", "adam", "--tokens", "many"],
-        *["--framework-overhead", "of"],
+        *["--framework-overhead", "of", "--objective", "ppo"],
+    ],
+    "plan of preference pairs of images": ["resnet50", *PLAN, "--objective", "dpo"],
+    "plan of an optimizer that does not step what is sharded": [
+        *["gpt2", *PLAN, "--strategy", "fsdp+tp2", "--optimizer", "muon"],
     ],
     "plan with all wrong at once": ["gtp2", "--cluster", "8xZ100", "--strategy", "fsdb", "--precision", "bf61"],
     "plan with prices that are missing": ["gpt2", *PLAN, "--price", "nowhere.toml"],

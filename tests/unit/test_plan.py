@@ -28,6 +28,7 @@ FULL = Plan(
 )
 # another value for each field; reason apart, every field must change the fingerprint
 OTHERS = {
+    "objective": "dpo",
     "strategy": "zero2+offload",
     "dims": ParallelDims(dp_replicate=2, dp_shard=2),
     "micro_batch": 4,
@@ -326,7 +327,7 @@ class TestPlan:
 
     def test_the_batch_in_words(self):
         assert FULL.batch_equation() == (
-            "global batch 24 = micro batch 2 × accumulation 3 × dp 4  (24 × 128 = 3072 tokens a step)"
+            "global batch 24 = micro batch 2 × accumulation 3 × dp 4  (24 × 128 = 3,072 tokens a step)"
         )
         assert Plan(grad_accum=2, seq_len=9).batch_equation() == (
             "global batch ? = micro batch the loader's × accumulation 2 × dp 1"

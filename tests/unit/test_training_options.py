@@ -126,8 +126,9 @@ def test_the_planner_proposes_muon_where_weights_are_whole() -> None:
     assert {layout.strategy.base for layout in found} == {"ddp", "zero1"}
     assert not any(layout.strategy.tp > 1 for layout in found)
     said = {one.strategy: one.reason for one in refused}
-    assert said["fsdp"] == "muon is not for sharded weights: it orthogonalises whole matrices, and a rank holds a part"
-    with pytest.raises(PlanError, match=r"strategy 'fsdp': muon is not for sharded weights.*use ddp or zero1"):
+    why = "muon is not for zero2, fsdp and hsdp: it orthogonalises whole matrices, and a rank holds a part"
+    assert said["fsdp"] == f"{why}; use adamw, or ddp or zero1"
+    with pytest.raises(PlanError, match=f"strategy 'fsdp': {why}; use adamw, or ddp or zero1"):
         layouts(profile, asked, cluster, Pins(strategy=parse_strategy("fsdp")))
 
 

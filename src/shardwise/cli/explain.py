@@ -123,7 +123,7 @@ def why_not(problem: SearchProblem, strategy: Strategy, best: Candidate) -> tupl
         unfit = f"; it {against(problem, best, best)}" if best.fits is False else ""
         return best, [f"{strategy} is the plan{unfit}"]
     pins = problem.pins.model_copy(update={"strategy": strategy, "dp_replicate": None, "dp_shard": None})
-    problems = misfits(strategy, problem.profile, problem.workload, problem.cluster)
+    problems = misfits(strategy, problem.profile, problem.workload, problem.cluster, problem.pins)
     if problems:
         return None, [f"{strategy} cannot be: {text}" for text in problems]
     try:

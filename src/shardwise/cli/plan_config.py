@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.load_model import load_profile
+from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
 
 
@@ -30,7 +31,8 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
     config = read_config(Path(model))
     refuse_other_tasks(config, "plan")
     if config.model.config is not None and not config.model.freeze:
-        return load_profile(config.model.config, seq_len=seq_len, compiled=compiled)
+        profile = load_profile(config.model.config, seq_len=seq_len, compiled=compiled)
+        return with_packed_mask(profile) if config.data.pack == "isolated" else profile
     from shardwise.model.trace import trace_module
     from shardwise.train.model import model_factory
 

@@ -23,6 +23,7 @@ from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.objective import OBJECTIVES, Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.strategy import complete_strategy, parse_strategy
@@ -123,6 +124,11 @@ class PlanRequest(BaseModel):
     loss_chunks: Annotated[
         int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
     ] = 1
+    objective: Annotated[
+        Objective,
+        typer.Option(help="lm (next tokens), or dpo: pairs and a frozen reference; planned, not run."),
+        Word(str, "lm"),
+    ] = "lm"
     framework_overhead: Annotated[
         bool,
         typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
@@ -155,6 +161,7 @@ class PlanRequest(BaseModel):
             fused_loss=self.fused_loss,
             framework_overhead=self.framework_overhead,
             average=self.average,
+            objective=self.objective,
         )
 
     @property
@@ -263,6 +270,9 @@ def read_request(
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
+    if profile is not None and words["objective"] != "lm" and profile.seq_len is None:
+        asked_for = f"--objective {words['objective']}"
+        problems.append(f"{asked_for} compares sequences, and '{profile.name}' has none; leave it out")
     links = None
     if calibration is not None and cluster is not None:
         links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
@@ -325,6 +335,7 @@ def _bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--precision", words["precision"], get_args(Precision)),
         ("--optimizer", words["optimizer"], tuple(OPTIMIZERS)),
         ("--loss", words["loss"], LOSSES),
+        ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
     ]
     return choice_problems(choices)

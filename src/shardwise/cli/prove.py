@@ -47,7 +47,11 @@ def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, cons
         raise UserError(
             "--prove runs the plan's own program, and this version plans "
             f"{candidate.why_not_runnable} but does not run it; "
-            "pin a strategy that runs, such as --strategy fsdp"
+            + (
+                "pin a strategy that runs, such as --strategy fsdp"
+                if plan.objective == "lm"
+                else "leave --objective out"
+            )
         )
     spec = OPTIMIZERS[optimizer]
     if "dry_run" in spec.refuses:

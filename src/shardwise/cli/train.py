@@ -143,7 +143,7 @@ def _prepared(
 
 def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> None:
     """Print what is known of the run's time, and that nothing was started."""
-    from shardwise.units import seconds_text
+    from shardwise.units import counted, seconds_text
 
     job, time = prepared.job, prepared.job.step_time
     steps = job.config.train.steps
@@ -151,7 +151,7 @@ def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> 
         console.print("time of a step: unknown, because the device's or a link's speed is")
     else:
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)} in 8 of 10 cases"
-        run = "" if steps is None else f"; {steps} steps in {seconds_text(steps * time.step_s)}"
+        run = "" if steps is None else f"; {counted(steps, 'step')} in {seconds_text(steps * time.step_s)}"
         console.print(f"time of a step: {seconds_text(time.step_s)} ({span}){run}")
     console.print("dry run: nothing was started", markup=False)
     if as_json:

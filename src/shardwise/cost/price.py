@@ -6,6 +6,7 @@ traffic out of the cloud, people.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.document import read_toml
 from shardwise.errors import UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.units import counted, money_text
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
 POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, relative to the GPU's power
@@ -62,7 +64,11 @@ def offers(hours: float, cluster: ClusterSpec, prices: Prices) -> tuple[Offer, .
     rented = (("on demand", hourly, ""), ("spot", spot, "; as if never interrupted"))
     for kind, price, beside in rented:
         whose = source if listed[kind] else "as given"
-        known = f"${price:g} an hour and GPU ({whose}){beside}" if price is not None else NO_PRICE.format(name=name)
+        known = (
+            f"{money_text(price)} an hour and GPU ({whose}){beside}"
+            if price is not None
+            else NO_PRICE.format(name=name)
+        )
         found.append(
             Offer(
                 kind=kind,
@@ -89,14 +95,15 @@ def _own(hours: float, cluster: ClusterSpec, prices: Prices) -> Offer:
     months = break_even_months(
         price, cluster.price_per_device_hour, watts, per_kwh=prices.per_kwh, used_share=prices.used_share
     )
-    pays = "" if months is None else f"; cheaper than on demand after {months:.0f} months of that"
+    pays = "" if months is None else f"; cheaper than on demand after {counted(math.ceil(months), 'month')} of that"
+    years = f"{prices.years:g} year{'s' * (prices.years != 1)}"
     return Offer(
         kind="own",
         dollars=training_cost(hours, cluster.world_size, each),
         per_device_hour=each,
         assumption=(
-            f"${price:,.0f} a GPU ({'as given' if given is not None else 'launch price'}) over {prices.years:g} years, "
-            f"{prices.used_share:.0%} of the time in use, and power at ${prices.per_kwh:g}/kWh{pays}"
+            f"${price:,.0f} a GPU ({'as given' if given is not None else 'launch price'}) over {years}, "
+            f"{prices.used_share:.0%} of the time in use, and power at {money_text(prices.per_kwh)}/kWh{pays}"
         ),
     )
 

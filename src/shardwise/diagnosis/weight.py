@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardwise.diagnosis.finding import Finding, Kind, Level
 from shardwise.diagnosis.observed import Observed
 from shardwise.measure.step_time.timing import Timing
-from shardwise.units import money_text
+from shardwise.units import money_text, number_text
 
 ALARM = 0.10
 """A cause with at least this share of a step is an alarm."""
@@ -113,7 +113,7 @@ def span(seconds: float) -> str:
     """Format ``30.2 ms``, ``1.20 s``: three digits, for comparison."""
     if seconds >= 100:
         return f"{seconds:.0f} s"
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
 
@@ -126,9 +126,9 @@ def percent(share: float) -> str:
 def rate(bytes_per_s: float) -> str:
     """Format ``1.25 GB/s (10 Gbit/s)``; bits are the usual unit of links."""
     bits = bytes_per_s * 8
-    sold = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+    sold = f"{number_text(bits / 1e9)} Gbit/s" if bits >= 1e9 else f"{number_text(bits / 1e6)} Mbit/s"
     size, name = (1e9, "GB/s") if bytes_per_s >= 1e9 else (1e6, "MB/s")
-    return f"{bytes_per_s / size:.3g} {name} ({sold})"
+    return f"{number_text(bytes_per_s / size)} {name} ({sold})"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

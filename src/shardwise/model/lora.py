@@ -107,6 +107,20 @@ def with_adapters(
     return replace(profile, units=tuple(units))
 
 
+def without_adapters(profile: ModelProfile) -> ModelProfile:
+    """Return what runs where the adapters are off: their products, sums and weights are left out."""
+    units = tuple(
+        replace(
+            unit,
+            ops=tuple(op for op in unit.ops if ".lora_" not in op.name),
+            weights=tuple(weight for weight in unit.weights if ".lora_" not in weight.name),
+            autocast_ops=(),
+        )
+        for unit in profile.units
+    )
+    return replace(profile, units=units)
+
+
 def unpacked_elements(unit: Unit) -> int:
     """Elements of the largest weight that is dequantized while its layer runs; 0 if none."""
     return max((w.num_elements for w in unit.weights if w.itemsize < 1), default=0)

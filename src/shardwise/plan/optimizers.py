@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
+from shardwise.plan.strategy import Strategy
 
 QUANTISED_BLOCK = 256  # elements that share an fp32 scale in 8-bit Adam (Dettmers 2021, arXiv 2110.02861; bitsandbytes)
 QUANTISED_FROM = 4096  # tensors with fewer elements keep fp32 state (bitsandbytes: min_8bit_size)
@@ -149,6 +150,29 @@ def either(names: list[str]) -> str:
     """``a, b or c``."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
+
+
+_OTHERWISE = {"in_backward": "take in_backward out", "shards": "ddp or zero1"}
+
+
+def refusals(name: str | None, strategy: Strategy, *, in_backward: bool = False) -> list[str]:
+    """Return why an optimizer cannot step what a strategy leaves on a rank, each with a fix; empty if it can."""
+    refused = OPTIMIZERS[name].refuses if name in OPTIMIZERS else {}
+    if strategy.engine == "deepspeed" and "deepspeed" in refused:
+        able, twins = either(names_without("deepspeed")), "the same stage on PyTorch (zero1, zero2, fsdp)"
+        return [f"is not for {strategy}: {refused['deepspeed']}; use {able}, or {twins}"]
+    asked: dict[str, tuple[Mode, bool]] = {
+        "+tp": ("tp", strategy.tp > 1),
+        "zero2, fsdp and hsdp": ("shards", strategy.shards_parameters),
+        "+offload": ("offload", strategy.offload),
+        "in_backward": ("in_backward", in_backward),
+    }
+    return [
+        f"is not for {option}: {refused[mode]}; use {names_without(mode)[0]}, or "
+        + _OTHERWISE.get(mode, f"a strategy without {option}")
+        for option, (mode, is_asked) in asked.items()
+        if is_asked and mode in refused
+    ]
 
 
 def _blockwise_state(shard: ParameterShard) -> tuple[StateTensor, ...]:

@@ -14,6 +14,7 @@ from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.objective import RUN_BY, SEQUENCES, Objective, Reference, reference_of
 from shardwise.plan.parallel_options import (
     OPTION_DEFAULTS,
     OPTION_SPECS,
@@ -23,6 +24,7 @@ from shardwise.plan.parallel_options import (
     without_effect,
 )
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
+from shardwise.units import counted
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
@@ -41,7 +43,7 @@ class Plan(StepOptions, ParallelOptions):
     samples; ``seq_len`` counts tokens (``None`` where samples are not sequences). `ParallelOptions` and `StepOptions`
     declare the options. ``stage_blocks`` is the number of blocks of each pipeline stage: the search and `prepare` write
     it, the split and the receipt read it. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of
-    the fingerprint.
+    the fingerprint. Under ``objective`` dpo a sample is a pair of sequences.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,6 +59,7 @@ class Plan(StepOptions, ParallelOptions):
     adapter: AdapterOptions | None = None
     stage_blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     device: DeviceType = "cpu"
+    objective: Objective = "lm"
     reason: str = ""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -77,13 +80,23 @@ class Plan(StepOptions, ParallelOptions):
         return None if self.micro_batch is None else self.micro_batch * self.grad_accum * self.dims.dp
 
     @property
+    def sequences(self) -> int:
+        """Sequences of a micro batch: a preference pair is two samples of ``seq_len`` tokens."""
+        return (self.micro_batch or 1) * SEQUENCES[self.objective]
+
+    @property
+    def reference(self) -> Reference:
+        """Frozen model that a step of the objective runs forward, too."""
+        return reference_of(self.objective, self.parsed.adapter)
+
+    @property
     def fingerprint(self) -> str:
         """Sixteen hex digits over everything that changes the computation."""
         unseen = {name for name, spec in OPTION_SPECS.items() if not spec.computes}
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are equivalent
         # options newer than the first plans: omitted at the values that those plans ran with
-        later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None}
+        later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None, "objective": "lm"}
         facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -103,7 +116,10 @@ class Plan(StepOptions, ParallelOptions):
         micro = "the loader's" if self.micro_batch is None else str(self.micro_batch)
         text = f"global batch {left} = micro batch {micro} × accumulation {self.grad_accum} × dp {self.dims.dp}"
         if self.global_batch is not None and self.seq_len is not None:
-            text += f"  ({self.global_batch} × {self.seq_len} = {self.global_batch * self.seq_len} tokens a step)"
+            each = SEQUENCES[self.objective]
+            tokens = counted(self.global_batch * each * self.seq_len, "token")
+            pair = f"{each} × " if each > 1 else ""
+            text += f"  ({self.global_batch} × {pair}{self.seq_len} = {tokens} a step)"
         return text
 
     def to_toml(self) -> str:
@@ -158,12 +174,18 @@ def runnable(plan: Plan) -> Plan:
         raise PlanError(*problems)
     if plan.precision == "fp8":
         raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
+    if run_by := RUN_BY[plan.objective]:
+        raise PlanError(
+            f"objective {plan.objective} can be planned but is not run by this version; {run_by}: make a plan without "
+            f"--objective {plan.objective}, or train with one of them"
+        )
     return plan
 
 
 def not_runnable(plan: Plan) -> tuple[str, ...]:
     """Return what of ``plan`` this version only plans; empty if it runs."""
     words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
+    words += [f"objective {plan.objective} ({run_by})"] if (run_by := RUN_BY[plan.objective]) else []
     engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
     return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))
 

@@ -49,7 +49,12 @@ def data_traffic(plan: Plan) -> DataTraffic:
         return DataTraffic(1, ranks, gathers=0, reduces=1, broadcasts=int(strategy.base == "zero1"))
     shards = dims.dp_shard * dims.cp
     reduces = plan.grad_accum if plan.syncs_every_micro_batch else 1
-    return DataTraffic(shards, ranks // shards, weight_uses(strategy, plan.grad_accum), reduces)
+    return DataTraffic(shards, ranks // shards, gathers_of(plan), reduces)
+
+
+def gathers_of(plan: Plan) -> int:
+    """How often a step brings a block's sharded weights to a rank, with those of a frozen reference's forward."""
+    return weight_uses(plan.parsed, plan.grad_accum) + plan.grad_accum * (plan.reference != "none")
 
 
 def weight_uses(strategy: Strategy, micro_batches: int) -> int:
@@ -67,7 +72,10 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     """
     dims, moved = plan.dims, data_traffic(plan)
     narrow = itemsize_of(plan.precision)
-    model_ways, accum, micro = dims.tp * dims.pp, plan.grad_accum, plan.micro_batch or 1
+    model_ways, accum = (
+        dims.tp * dims.pp,
+        plan.grad_accum * (1.0 if plan.reference == "none" else 1.5),
+    )  # one more forward
     gradients = profile.num_trainable * GRADIENT_BYTES / model_ways
     found: dict[str, float] = {}
     if moved.ranks > 1:
@@ -75,7 +83,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
-    rows = micro * (plan.seq_len or profile.seq_len or 1) / dims.cp
+    rows = plan.sequences * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
     if dims.tp > 1:

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec
 
 if TYPE_CHECKING:
+    from shardwise.plan.plan import Plan
+
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
@@ -27,11 +30,11 @@ class Workload(BaseModel):
     ``None`` means every trainable parameter in one group.
 
     ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled``: blocks
-    run under ``torch.compile``; ``fused_loss``: the loss never upcasts the logits to fp32 (a compiled one,
-    flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator buffers, and the host time
-    between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
+    run under ``torch.compile`` whatever the plan says (`compiles`); ``fused_loss``: the loss never upcasts the logits
+    to fp32 (a compiled one, flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator
+    buffers, and the host time between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
     (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
-    layout.
+    layout. ``objective`` is that of the plans that are searched.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +59,7 @@ class Workload(BaseModel):
     lora_dora: bool = False
     double_quant: bool = True
     average: bool = False
+    objective: Objective = "lm"
 
     @model_validator(mode="before")
     @classmethod
@@ -70,6 +74,10 @@ class Workload(BaseModel):
             "optimizer_temporaries": together,
             "loop_temporaries": each,
         } | data
+
+    def compiles(self, plan: Plan) -> bool:
+        """Return whether blocks run under ``torch.compile``: the one rule for memory and time."""
+        return self.compiled or plan.compile
 
     @property
     def custom_state(self) -> OptimizerSpec | None:

@@ -18,7 +18,7 @@ from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
 from shardwise.search.problem import usable_bytes
-from shardwise.units import bytes_text, count_text, money_text, seconds_text
+from shardwise.units import bytes_text, count_text, counted, hours_text, money_text, number_text, seconds_text
 
 ROWS, REASONS = 12, 8
 BAR, NARROW_BAR = 16, 10
@@ -37,8 +37,8 @@ def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: Search
     console.print(_table(shown, result, cluster, console.width))
     left = len(result.candidates) - len(shown)
     console.print(
-        f"{result.considered} plans considered"
-        + (f", {left} more strategies in --json" if left else "")
+        f"{counted(result.considered, 'plan')} considered"
+        + (f", {left} more {'strategy' if left == 1 else 'strategies'} in --json" if left else "")
         + ("; a bar ends at the device's memory │" if cluster.device_memory_bytes else "")
     )
     if any(not c.runnable for c in shown):
@@ -51,11 +51,11 @@ def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: Search
 def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -> None:
     """Print one line for the model, one for the cluster, one for each unknown."""
     frozen = profile.num_parameters - profile.num_trainable
-    length = f", {profile.seq_len} tokens a sample" if profile.seq_len else ""
+    length = f", {profile.seq_len} token{'s' * (profile.seq_len > 1)} a sample" if profile.seq_len else ""
     console.print(
         f"model: {profile.name}, {count_text(profile.num_parameters)} parameters"
         + (f", {count_text(frozen)} of them frozen" if frozen else "")
-        + f", {profile.num_blocks} blocks{length}",
+        + f", {counted(profile.num_blocks, 'block')}{length}",
         markup=False,
     )
     link = cluster.link.kind if cluster.link else "link unknown"
@@ -91,6 +91,9 @@ def options_text(plan: Plan) -> str:
         found.append(f"the loss in {plan.loss_chunks} chunks")
     if plan.optimizer_in_backward:
         found.append("the optimizer in the backward")
+    if plan.reference != "none":
+        beside = "a frozen reference" if plan.reference == "copy" else "the base without adapters as the reference"
+        found.append(f"preference pairs ({plan.objective}) and {beside}")
     return "; ".join(found)
 
 
@@ -117,7 +120,8 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
     table.add_column("device memory" if bars >= BAR else "memory", no_wrap=True, min_width=bars + 1)
     for name, least in (("", 9), ("step", 7), ("MFU", 3)):
         table.add_column(name, justify="right", no_wrap=True, min_width=least)
-    for name in (["days"] if timed else []) + (["cost"] if priced else []):
+    unit, per_hour = _length_unit(shown)
+    for name in ([unit] if timed else []) + (["cost"] if priced else []):
         table.add_column(name, justify="right", no_wrap=True, min_width=6)
     limit = cluster.device_memory_bytes
     most = max([limit or 0, *(min(c.memory.device_bytes, 2 * (limit or 1 << 62)) for c in shown)])
@@ -137,8 +141,8 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
             seconds_text(time.step_s) if time else "unknown",
             f"{time.mfu:.0%}" if time and time.mfu is not None else "–",
         ]
-        row += [_number(None if candidate.hours is None else candidate.hours / 24)] if timed else []
-        row += ["–" if candidate.cost is None else dollars(candidate.cost)] if priced else []
+        row += ["–" if candidate.hours is None else _column(candidate.hours * per_hour)] if timed else []
+        row += ["–" if candidate.cost is None else money_text(candidate.cost)] if priced else []
         table.add_row(*row)
     return table
 
@@ -162,15 +166,15 @@ def bar(memory: Estimate, limit: int | None, most: int, cells: int = BAR) -> Tex
     return text
 
 
-def dollars(value: float) -> str:
-    """Format ``$950``, ``$197.5 k`` or ``$190.8 M``."""
-    return f"${value:,.0f}" if value < 1e4 else f"${count_text(value)}"
+def _column(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+def _length_unit(shown: Sequence[Candidate]) -> tuple[str, float]:
+    """Return the largest unit of which the shortest run takes one, and how many are an hour."""
+    least = min((c.hours for c in shown if c.hours is not None), default=0.0)
+    units = (("days", 1 / 24), ("hours", 1.0), ("minutes", 60.0))
+    return next((unit for unit in units if least * unit[1] >= 1), ("seconds", 3600.0))
 
 
 def print_recommendation(
@@ -188,8 +192,7 @@ def print_recommendation(
         console.print(sentence, markup=False)
     console.print(best.plan.batch_equation(), markup=False)
     for offer in () if best.hours is None else offers(best.hours, cluster, prices):
-        cost = "unknown" if offer.dollars is None else dollars(offer.dollars)
-        console.print(f"  {offer.kind:<9} {cost:>9}  {offer.assumption}", markup=False)
+        console.print(f"  {offer.kind:<9} {money_text(offer.dollars):>9}  {offer.assumption}", markup=False)
 
 
 def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> list[str]:
@@ -208,9 +211,8 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> li
     if time is None:
         lines.append(f"{needs}; its speed is unknown, so simplicity decided.")
     else:
-        speed = (
-            "" if time.tokens_per_s_per_device is None else f", {time.tokens_per_s_per_device:,.0f} tokens/s a device"
-        )
+        rate = time.tokens_per_s_per_device
+        speed = "" if rate is None else f", {number_text(rate)} tokens/s a device"
         mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)}"
         lines.append(f"{needs}, and a step takes {seconds_text(time.step_s)} ({span} in 8 of 10 cases){speed}{mfu}.")
@@ -222,14 +224,13 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> li
 def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> str:
     hourly = cluster.price_per_device_hour
     if best.hours is not None:
-        cost = "at a price that is not known (--price)" if best.cost is None else f"for {dollars(best.cost)}"
+        cost = "at a price that is not known (--price)" if best.cost is None else f"for {money_text(best.cost)}"
         speed = best.time.tokens_per_s_per_device if best.time else None
         million = dollars_per_million_tokens(speed, hourly)
         each = "" if million is None else f", {money_text(million)} a million tokens"
-        length = f"The full run takes {_number(best.hours)} hours ({best.hours / 24:.1f} days)"
-        return f"{length} {cost}{each}."
+        return f"The full run takes {hours_text(best.hours)} {cost}{each}."
     others = [c for c in result.candidates if c is not best]
-    ties = [c.plan.strategy for c in others if c.tie and c.runnable >= best.runnable]
+    ties = [c.plan.strategy for c in others if c.tie and c.other_run >= best.other_run]
     if ties:
         return f"Indistinguishable in predicted speed: {', '.join(ties[:3])}."
     return f"Next comes {others[0].plan.strategy}: {others[0].reason}." if others else ""
@@ -241,6 +242,8 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
         return ""
     runs = [c for c in result.candidates if c.runnable and c.fits is not False]
     what = f"this version plans {best.why_not_runnable} but does not run it"
+    if best.plan.objective != "lm":
+        return f"Note that {what}."
     if best.plan.precision == "fp8":
         return f"Note that {what}; plan with --precision bf16 for the best of what it runs."
     if len(result.candidates) == 1:

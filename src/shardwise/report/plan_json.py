@@ -18,6 +18,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.lora_options import AdapterOptions
+from shardwise.plan.objective import Objective
 from shardwise.plan.parallel_options import GradientSync
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.workload import Workload
@@ -81,6 +82,7 @@ class WorkloadFacts(Facts):
     compiled: bool
     fused_loss: bool = Field(description="the loss never widens the logits to fp32")
     framework_overhead: bool
+    objective: Objective = Field(description="lm, or dpo: a sample is a pair, beside a frozen reference; planned only")
 
 
 class MemoryBytes(Facts):
@@ -206,6 +208,7 @@ def document(
                     "compiled",
                     "fused_loss",
                     "framework_overhead",
+                    "objective",
                 }
             ),
         ),

@@ -19,7 +19,7 @@ from shardwise.train.data.corpus import Corpus
 from shardwise.train.evaluate import Evaluation
 from shardwise.train.run_interface import Outcome
 from shardwise.train.tasks.registry import TaskData
-from shardwise.units import count_text, seconds_text
+from shardwise.units import count_text, counted, seconds_text
 
 PLAIN_LINES = 10
 
@@ -119,7 +119,7 @@ class ProgressReporter:
         if len(shown) < len(receipts):
             self.console.print("receipts: not checked, because this process ran fewer than two steps")
         took = seconds_text(time.perf_counter() - self._started)
-        done = f"done: {outcome.steps} steps in {took}; metrics and checkpoints are in '{output}'"
+        done = f"done: {counted(outcome.steps, 'step')} in {took}; metrics and checkpoints are in '{output}'"
         self.console.print(done, markup=False)
 
     def time_spent(

@@ -75,7 +75,7 @@ def timing_table(timing: Timing) -> Table:
     rate = "" if timing.tokens_per_s is None else f", {count_text(timing.tokens_per_s)} tokens/s"
     ranks = counted(timing.world_size, "rank")
     table = Table(
-        title=f"step time breakdown ({milliseconds(timing.step_s)}): {timing.steps} steps, {ranks}{rate}",
+        title=f"step time breakdown ({milliseconds(timing.step_s)}): {counted(timing.steps, 'step')}, {ranks}{rate}",
         title_justify="left",
         title_style="bold",
     )

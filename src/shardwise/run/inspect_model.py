@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.model.facts import ModelSpec
+from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
 from shardwise.model.read import read_model
 from shardwise.plan.lora_options import AdapterOptions
@@ -68,10 +69,17 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
         device=draft.device,
         inputs=example_inputs_of(data, config, 1) if own else None,
     )
+    if profile is not None and config.packing(data.kind) == "isolated":
+        profile = with_packed_mask(profile, attention_of(module))
     activations["average"] = config.train.ema_decay > 0
     if own and profile is not None:  # parts work on other lengths; no chunks of logits either
         profile = replace(profile, seq_len=None, vocab_size=None)
     return ModelInspection(module, spec, profile, workload.model_copy(update=activations))
+
+
+def attention_of(module: nn.Module) -> str:
+    """Return the attention that a transformers model runs; empty for other models, whose masks are not known."""
+    return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:

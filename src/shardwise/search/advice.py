@@ -23,7 +23,7 @@ from shardwise.search.explain_plan import room_text
 from shardwise.search.memory_savers import lean_workloads, orders, saving_memory
 from shardwise.search.problem import Costs, SearchProblem, ask, usable_bytes
 from shardwise.search.search import search, simplest_fit
-from shardwise.units import bytes_text, seconds_text
+from shardwise.units import bytes_text, hours_text, seconds_text
 
 if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
@@ -53,7 +53,7 @@ class _Ways:
             text += f"; {seconds_text(candidate.time.step_s)} a step"
             if self.limitless_s:
                 text += f", {candidate.time.step_s / self.limitless_s:.2g} × that of ddp with memory without limit"
-            text += "" if candidate.hours is None else f", {candidate.hours:,.0f} hours total"
+            text += "" if candidate.hours is None else f", {hours_text(candidate.hours)} total"
         elif candidate.plan.parsed.nvme and self.problem.cluster.nvme_bytes_per_s is None:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
@@ -135,7 +135,7 @@ def _asked(problem: SearchProblem, changes: Mapping[str, object]) -> dict[str, A
         "cluster": problem.cluster,
         "pins": problem.pins,
         "costs": problem.costs,
-        "only_runnable": problem.only_runnable,
+        "only_runnable": not problem.any_plan,
         "any_plan": problem.any_plan,
     }
     return {**facts, **changes}

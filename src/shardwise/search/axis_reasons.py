@@ -11,7 +11,7 @@ from shardwise.plan.strategy import DEGREES
 from shardwise.plan.traffic import crosses_nodes, sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate
 from shardwise.search.problem import SearchProblem
-from shardwise.units import bytes_text, seconds_text
+from shardwise.units import bytes_text, number_text, seconds_text
 
 
 def axes_text(plan: Plan) -> str:
@@ -92,7 +92,7 @@ def _link(cluster: ClusterSpec) -> str:
     link = cluster.link
     if link is None or link.bytes_per_s is None:
         return ""
-    return f" ({link.kind}, {link.bytes_per_s / 1e9:.0f} GB/s)"
+    return f" ({link.kind}, {number_text(link.bytes_per_s / 1e9)} GB/s)"
 
 
 def _waits(best: Candidate, part: str) -> str:

@@ -57,6 +57,11 @@ class Candidate(BaseModel):
         return not self.why_not_runnable
 
     @property
+    def other_run(self) -> bool:
+        """Return True where this version runs the plan, or would with its own objective."""
+        return not not_runnable(self.plan.model_copy(update={"objective": "lm"}))
+
+    @property
     def why_not_runnable(self) -> str:
         """What this version plans but does not run; empty if it runs the plan."""
         return ", ".join(not_runnable(self.plan))

@@ -14,7 +14,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, dims_for
 from shardwise.plan.divisibility import context_fits, context_problem, length_problem, tensor_problem
-from shardwise.plan.optimizers import OPTIMIZERS
+from shardwise.plan.optimizers import refusals
 from shardwise.plan.parallel_options import StepOptions, changed
 from shardwise.plan.plan import Plan, Recompute, axis_problems
 from shardwise.plan.strategy import BASES, DEGREES, SHARDED, Base, Strategy
@@ -67,7 +67,7 @@ def layouts(
         PlanError: the pinned strategy has no layout, or no strategy has one with the pinned values.
     """
     if pins.strategy is not None:
-        problems = misfits(pins.strategy, profile, workload, cluster)
+        problems = misfits(pins.strategy, profile, workload, cluster, pins)
         problems += _batch_problems(pins.strategy, workload, cluster, pins) if not problems else []
         if problems:
             raise PlanError(*(f"strategy '{pins.strategy}': {problem}" for problem in problems))
@@ -75,7 +75,9 @@ def layouts(
     found: list[Layout] = []
     refused: list[Refusal] = []
     for strategy in names:
-        why = _misplaced(strategy, profile, cluster, pins) or _optimizer_problem(strategy, workload)
+        why = _misplaced(strategy, profile, cluster, pins) or next(
+            iter(_optimizer_problems(strategy, workload, pins)), ""
+        )
         if pins.strategy is None and why:
             refused.append(Refusal(str(strategy), why))
             continue
@@ -162,7 +164,9 @@ def _context_degrees(seq_len: int | None, tp: int, ranks: int, profile: ModelPro
     return [1, *(n for n in tried if context_fits(heads, kv_heads, tp, n) and not length_problem(seq_len, tp, n))]
 
 
-def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[str]:
+def misfits(
+    strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec, pins: Pins
+) -> list[str]:
     """Return the conflicts of a pinned ``strategy`` with model and cluster, each with a fix."""
     problems = [problem] if (problem := _tensor_problem(profile, strategy.tp)) else []
     blocks = profile.num_blocks
@@ -184,18 +188,13 @@ def misfits(strategy: Strategy, profile: ModelProfile, workload: Workload, clust
             f"{shown} = {ranks} does not divide the {cluster.world_size} devices; "
             f"use degrees whose product divides {cluster.world_size}"
         )
-    if why := _optimizer_problem(strategy, workload):
-        problems.append(f"{why}; use ddp or zero1, or another optimizer")
-    return problems
+    return problems + _optimizer_problems(strategy, workload, pins)
 
 
-def _optimizer_problem(strategy: Strategy, workload: Workload) -> str:
-    """Return why an optimizer that needs whole weights cannot step those of a strategy; empty if it can."""
-    spec = OPTIMIZERS.get(workload.optimizer or "")
-    is_whole = not (strategy.shards_parameters or strategy.tp > 1 or strategy.engine == "deepspeed")
-    if spec is None or "shards" not in spec.refuses or is_whole:
-        return ""
-    return f"{spec.name} is not for sharded weights: {spec.refuses['shards']}"
+def _optimizer_problems(strategy: Strategy, workload: Workload, pins: Pins) -> list[str]:
+    """Return why the optimizer cannot step what a strategy leaves on a rank."""
+    early = bool(pins.options.get("optimizer_in_backward"))
+    return [f"{workload.optimizer} {line}" for line in refusals(workload.optimizer, strategy, in_backward=early)]
 
 
 def _tensor_problem(profile: ModelProfile, tp: int) -> str:

@@ -10,13 +10,14 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity
 from shardwise.search.problem import SAID_TIE, SearchProblem
-from shardwise.units import bytes_text, count_text, seconds_text
+from shardwise.units import bytes_text, count_text, counted, seconds_text
 
 PARTS = {
     "compute_s": "computes longer",
@@ -63,8 +64,8 @@ def _verdict(problem: SearchProblem, best: Candidate, ranked: Sequence[Candidate
     if best.time is None:
         return f"the simplest that fits: {room}"
     every = [c for c in ranked if c.fits is not False and c.time is not None]
-    fitting = [c for c in every if c.runnable] if best.runnable and not problem.any_plan else every
-    both = "fit and run" if len(fitting) < len(every) else "fit"
+    fitting = [c for c in every if c.other_run] if best.other_run and not problem.any_plan else every
+    both = "fit and run" if best.runnable and len(fitting) < len(every) else "fit"
     fastest = min(fitting, key=lambda c: c.time.step_s if c.time else 0.0)
     speed = f"{seconds_text(best.time.step_s)} a step"
     if len(fitting) == 1:
@@ -88,7 +89,7 @@ def against(problem: SearchProblem, candidate: Candidate, best: Candidate | None
         return short_of_memory(candidate.memory, problem.usable, problem.cluster)
     if best is None:
         return f"not known to fit: {room_text(candidate.memory, problem.usable)}, {unknown_text(candidate.memory)}"
-    if not candidate.runnable and best.runnable:
+    if not candidate.other_run and best.other_run:
         return f"planned, but not run by this version ({candidate.why_not_runnable}){_gap_text(candidate, best)}"
     if best.time is None or candidate.time is None:
         if candidate.fits is None and best.fits:
@@ -170,7 +171,7 @@ def _traffic(problem: SearchProblem, candidate: Candidate, part: str) -> str:
     sent = sent_bytes(problem.profile, candidate.plan).get(axis or "")
     if not axis or not sent or part == "pipeline_s":
         dims, accum = candidate.plan.dims, candidate.plan.grad_accum
-        return f"; {dims.pp} stages, {accum} micro batch{'es' * (accum > 1)}" if part == "pipeline_s" else ""
+        return f"; {dims.pp} stages, {counted(accum, 'micro batch')}" if part == "pipeline_s" else ""
     return f"; sends {bytes_text(sent)} a step {traffic_text(axis, candidate.plan, problem.cluster)}"
 
 
@@ -202,13 +203,15 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
         "selective": "saved tensors, matrix products kept and the rest recomputed",
         "full": "the inputs of the blocks, and one block's saved tensors",
     }[plan.recompute]
-    rows = f"micro batch {micro} × {plan.seq_len} tokens" if plan.seq_len else f"micro batch {micro}"
+    rows = f"micro batch {micro}" + (f" × {SEQUENCES[plan.objective]} of a pair" if plan.reference != "none" else "")
+    rows += f" × {plan.seq_len} tokens" if plan.seq_len else ""
+    twice = " × 2 (policy and frozen reference)" if plan.reference == "copy" else ""
     rows += f" / cp {dims.cp}" if dims.cp > 1 else ""
     words = f"vocabulary {profile.vocab_size or 'unknown'}" + (
         f" / tp {dims.tp}" if dims.tp > 1 and layout.vocab else ""
     )
     in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
-    stage = f"{blocks / dims.pp:g} blocks" if dims.pp > 1 else f"{blocks} blocks"
+    stage = f"{blocks / dims.pp:.3g} blocks" if dims.pp > 1 else counted(blocks, "block")
     if layout.replicates:
         gathered = f"a block's {width}-byte weights, and its unsharded gradient in transit"
     elif not strategy.shards_parameters:
@@ -218,7 +221,7 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
-        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}"),
+        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}{twice}"),
         ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}"),
         ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.plan import Recompute
 from shardwise.plan.traffic import weight_uses
 from shardwise.plan.workload import Workload
@@ -53,14 +54,14 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     host = (gpu.pcie.bytes_per_s if gpu and gpu.pcie else None) or HOST_LINK_BYTES_PER_S
     spec = workload.custom_state
     stored = sum(w.num_elements * w.itemsize * unit.count for unit in profile.units for w in unit.weights)
-    parameters = profile.num_parameters
+    parameters, each = profile.num_parameters, SEQUENCES[workload.objective]
     return Totals(
         parameters=parameters,
         trainable=profile.num_trainable,
-        flops=profile.flops,
+        flops=profile.flops * each * (1 if workload.objective == "lm" else 4 / 3),  # a reference's forward beside 3
         blocks=max(1, profile.num_blocks),
         hidden=profile.hidden_size or 1024,
-        seq_len=workload.seq_len or profile.seq_len or 1,
+        seq_len=(workload.seq_len or profile.seq_len or 1) * each,
         peak=(peak or 1e14) * EFFICIENCY,
         link=link * LINK_SHARE,
         network=network * LINK_SHARE,

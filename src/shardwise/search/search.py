@@ -18,6 +18,7 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.parallel_options import OPTION_DEFAULTS, TRAIN_DEFAULTS, GradientSync, has_effect
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Strategy
@@ -116,7 +117,9 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
     found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
     kept = [one for one in found if not (problem.only_runnable and one.strategy.not_runnable)]
     if not kept:
-        raise PlanError(f"no strategy that this version runs can be laid out: {refused[0].reason}")
+        only_planned = [f"{one.name} is planned, not run" for one in found]
+        why = (only_planned or [refusal.reason for refusal in refused])[0]
+        raise PlanError(f"no strategy that this version runs can be laid out: {why}")
     allowed, without = with_options(kept, problem.pins, lambda one: plan_for(problem, one, one.micros[0], "none"))
     return allowed, [*refused, *without]
 
@@ -142,6 +145,7 @@ def plan_for(
         recompute=recompute,
         gradient_sync=sync if layout.share > micro else "last",
         device=problem.cluster.device,
+        objective=problem.workload.objective,
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
         **axis_options(problem.pins, layout.strategy),
     )
@@ -254,7 +258,7 @@ def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime
     candidate = Candidate(
         plan=with_stages(problem.profile, plan), fits=fits(problem, memory), reason="", memory=memory, time=time
     )
-    step_tokens = (plan.global_batch or 0) * (plan.seq_len or 0)
+    step_tokens = (plan.global_batch or 0) * SEQUENCES[plan.objective] * (plan.seq_len or 0)
     hours = training_hours(problem.workload.tokens, step_tokens, time.step_s if time else None)
     cost = training_cost(hours, cluster.world_size, cluster.price_per_device_hour)
     return candidate if hours is None else candidate.model_copy(update={"hours": hours, "cost": cost})
@@ -410,7 +414,7 @@ def rank(problem: SearchProblem, candidates: Sequence[Candidate]) -> tuple[list[
     ordered = sorted(candidates, key=lambda candidate: _order(problem, candidate))
     eligible = [c for c in ordered if _eligible(problem, c)]
     if not problem.any_plan:
-        eligible = [c for c in eligible if c.runnable] or eligible
+        eligible = [c for c in eligible if c.runnable] or [c for c in eligible if c.other_run] or eligible
     if not eligible:
         return ordered, None
     best = eligible[0]

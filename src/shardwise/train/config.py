@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.optimizers import OPTIMIZERS, Mode, either, names_without
+from shardwise.plan.optimizers import OPTIMIZERS, refusals
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
 from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
@@ -282,31 +282,12 @@ class CheckpointTable(Table):
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
-_OTHERWISE = {"in_backward": "take in_backward out", "shards": "ddp or zero1"}
-
-
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
     if table.factory is not None:
         return []
-    refused = OPTIMIZERS[table.name].refuses
-    if strategy.engine == "deepspeed" and "deepspeed" in refused:
-        return [
-            f"optimizer.name '{table.name}' is not for {strategy}: {refused['deepspeed']}; use "
-            f"{either(names_without('deepspeed'))}, or the same stage on PyTorch (zero1, zero2, fsdp)"
-        ]
-    asked: dict[str, tuple[Mode, bool]] = {
-        "+tp": ("tp", strategy.tp > 1),
-        "zero2, fsdp and hsdp": ("shards", strategy.shards_parameters),
-        "+offload": ("offload", strategy.offload),
-        "in_backward": ("in_backward", table.in_backward),
-    }
-    return [
-        f"optimizer.name '{table.name}' is not for {option}: {refused[mode]}; use {names_without(mode)[0]}, or "
-        + _OTHERWISE.get(mode, f"a strategy without {option}")
-        for option, (mode, is_asked) in asked.items()
-        if is_asked and mode in refused
-    ]
+    found = refusals(table.name, strategy, in_backward=table.in_backward)
+    return [f"optimizer.name '{table.name}' {line}" for line in found]
 
 
 class Config(Table):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cost.memory.estimate import CATEGORIES, PhaseName
+from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Recompute
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, BUFFERS, TEMPORARIES = range(len(CATEGORIES))
@@ -21,7 +22,8 @@ class Program:
     beside its buckets (``no_sync``), unless ``buckets_add``. ``fused_loss`` is one kernel that reads low-precision
     logits and overwrites them with their gradient. ``loss_chunks`` above 1 computes logits in chunks, and their
     gradients with them. ``written`` blocks of a row are traced op by op. ``optimizer_in_backward`` steps each parameter
-    as soon as its gradient is final, and frees the gradient.
+    as soon as its gradient is final, and frees the gradient. ``reference`` is a frozen model that each micro batch
+    passes through forward, after the one that trains.
     """
 
     grad_accum: int = 1
@@ -32,6 +34,7 @@ class Program:
     loss_chunks: int = 1
     written: int = WRITTEN
     optimizer_in_backward: bool = False
+    reference: Reference = "none"
 
 
 class AllocationTrace:

@@ -225,13 +225,16 @@ def estimate(
     ``optimizer`` of later steps, ``save`` and ``resume``, which copy one tensor at a time through the host. Of a
     pipeline each value is that of the stage with the highest one.
     """
+    if workload.compiles(plan) and not workload.compiled:
+        workload = workload.model_copy(update={"compiled": True})
     layout = replace(layout_of(plan, framework), flat=flat)
-    micro = plan.micro_batch or 1
+    micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss
     waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
     early = plan.optimizer_in_backward
-    program = Program(plan.grad_accum, plan.recompute, waits, adds, fused_loss, plan.loss_chunks, written, early)
+    shape = (plan.grad_accum, plan.recompute, waits, adds, fused_loss, plan.loss_chunks, written, early)
+    program = Program(*shape, reference=plan.reference)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
@@ -243,7 +246,7 @@ def estimate(
         pairs = zip(setting.weights, setting.pieces, strict=True)
         return sum(getattr(weights, name) * piece.count for weights, piece in pairs)
 
-    parameters = max(at_rest(setting, "parameters") for setting in ranks)
+    parameters = max(at_rest(setting, "parameters") for setting in ranks) * (2 if plan.reference == "copy" else 1)
     gradients = max(at_rest(setting, "gradients") for setting in ranks)
     if early:
         gradients = max(weights.gradients for setting in ranks for weights in setting.weights)

@@ -65,6 +65,7 @@ class _Key:
             plan.recompute,
             *_OPTIONS(plan),
             plan.device,
+            plan.objective,
             min(plan.grad_accum, dims.pp + 1),
             workload.optimizer,
             workload.optimizer_states,
@@ -89,7 +90,7 @@ def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> i
 
     Allocator overhead and context are not counted.
     """
-    micro = plan.micro_batch or 1
+    micro = plan.sequences
     return int(max(line.fixed + line.each * micro for line in _lines(_Key(profile, plan, workload))))
 
 
@@ -109,8 +110,9 @@ def _stage_lines(
     pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan, in_flight: int
 ) -> list[BytesLine]:
     recompute, grad_accum = plan.recompute, plan.grad_accum
-    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, workload.compiled)) for p in pieces]
-    parameters = sum(w.parameters * p.count for p, w, _ in rows)
+    compiled = workload.compiles(plan)
+    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, compiled)) for p in pieces]
+    parameters = sum(w.parameters * p.count for p, w, _ in rows) * (2 if plan.reference == "copy" else 1)
     gradients = sum(w.gradients * p.count for p, w, _ in rows)
     if plan.optimizer_in_backward:
         gradients = max(w.gradients for _, w, _ in rows)

@@ -99,7 +99,8 @@ class _Writer(LossWriter):
         keeps = layout.shards and not layout.is_cuda
         built = trace.alloc(sum(w.full * p.count for w, p in pairs), PARAMETERS) if keeps else -1
         blocks = [([v.piece], v.number) for v in self.visits if s.pieces[v.piece].is_block]
-        for group, number in [*blocks, (self.root, 1)]:
+        copies = 2 if s.program.reference == "copy" else 1  # the reference, frozen, is stored as the policy is
+        for group, number in [*blocks, (self.root, 1)] * copies:
             weights = [s.weights[i] for i in group]
             full = trace.alloc(sum(w.full for w in weights), BUFFERS) if layout.shards and not keeps else -1
             if not layout.offloads:
@@ -189,11 +190,38 @@ class _Writer(LossWriter):
         self.made = trace.alloc(self.s.sent * self.s.micro, ACTIVATIONS)
         if self.s.program.loss_chunks > 1 and logits:
             self.chunked_loss(logits)
-            return
-        narrow = trace.alloc(logits * self.s.layout.width, LOGITS)
-        trace.free(*self.late)
-        self.late = []
-        self.loss(narrow, logits)
+        else:
+            narrow = trace.alloc(logits * self.s.layout.width, LOGITS)
+            trace.free(*self.late)
+            self.late = []
+            self.loss(narrow, logits)
+        if self.s.program.reference != "none":
+            self._reference(logits)
+
+    def _reference(self, logits: float) -> None:
+        """Trace the forward of the frozen reference beside what the policy has saved; nothing of it is saved.
+
+        The order is TRL's: the policy's forward, then ``compute_ref_log_probs`` under ``no_grad``. Sharded weights are
+        gathered for a block and freed; a base without its adapters uses those that the policy keeps gathered. The
+        log-probabilities of its logits are made as those of the policy.
+        """
+        trace, layout, own = self.trace, self.s.layout, self.s.program.reference == "copy"
+        root = self._gather(self.root, ahead=True) if layout.shards and own else []
+        for visit in self.visits:
+            if visit.number > 1:
+                continue  # equal to those beside it
+            weights, is_block = self.s.weights[visit.piece], self.s.pieces[visit.piece].is_block
+            gathers = layout.shards and is_block and (own or not visit.gathered)
+            gathered = self._gather([visit.piece], ahead=True) if gathers else []
+            gathered.append(trace.alloc(weights.widened + weights.copies * layout.autocasts, BUFFERS))
+            self._pass(self.s.bytes[visit.piece])
+            trace.free(*gathered)
+        made = logits / self.s.program.loss_chunks
+        found = trace.alloc(made * layout.width, LOGITS)
+        if not self.s.program.fused_loss:
+            trace.free(trace.alloc(made * FP32, LOGITS))
+        trace.free(found, self.last_gather, *root)
+        self.last_gather = -1
 
     def _copies(self, visit: _Visit, number: int) -> None:
         """Trace autocast's low-precision weights.

@@ -6,6 +6,9 @@ where they are freed in between), one unit ahead; ddp reduces while the last bac
 tokens for heads around each attention. Plans that this version does not run (``zero1`` beside tensor or pipeline
 parallel) are modelled as in Megatron-LM.
 
+Under preference tuning (`shardwise.plan.objective`) a micro batch is its pairs' sequences, and a frozen reference runs
+its forward on them, too. MFU counts the model that trains, without its reference.
+
 Not modelled: data loading, evaluation, checkpoints, other jobs on the network, clocks that fall with temperature.
 """
 
@@ -24,14 +27,16 @@ from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
 from shardwise.cost.time.machine import Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
-from shardwise.cost.time.overlap import UnitRun, elapsed_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
+from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import generation_name, generations
+from shardwise.model.lora import without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
+from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
@@ -42,9 +47,6 @@ CONTENTION = 0.15  # seconds that computation grows by for each second of hidden
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
-# How sharply the maximum of device and host time dominates (see `_hosted`); with `unit_time`'s SKEW_S and launches,
-# chosen among values that vTrain's rows, their errors and their regret do not distinguish.
-HOST_POWER = 6.0
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
 # source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
@@ -66,45 +68,6 @@ class _TimeInputs:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _TimeInputs) and other.value is self.value
-
-
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """Seconds of one unit's data-parallel collectives and of their copies on the compute stream."""
-
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    copy_forward_s: float = 0.0
-    copy_backward_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Seconds of a micro batch on a stage. ``sync_s`` is the last backward's extra time."""
-
-    forward_s: float
-    backward_s: float
-    sync_s: float
-    compute_s: float
-    recompute_s: float
-    tp_s: float
-    cp_s: float
-    host_forward_s: float
-    host_backward_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Components of stages: for each unit whether it is a block, its seconds and its traffic."""
-
-    strategy: Strategy
-    pipelined: bool
-    every: bool  # gradients are reduced after every micro batch
-    blocks: tuple[bool, ...]
-    times: tuple[UnitTime, ...]
-    traffic: tuple[_Traffic, ...]
-    contention: float
-    tp_share: float
 
 
 def step_time(
@@ -144,13 +107,15 @@ def step_time(
     async_tp = plan.async_tp if async_tp is None else async_tp
     virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
     copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
-    key = _TimeInputs(profile)
-    where = _TimeInputs(cluster)
+    key, where = _TimeInputs(profile), _TimeInputs(cluster)
     times = _unit_times(key, where, rates, calibration, split)
-    stages = _stages(key, where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
+    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
+    stages = _stages(key, *facts)
+    if plan.reference != "none":
+        stages = tuple(map(StageTime.with_reference, stages, _stages(_reference(key, plan.reference), *facts)))
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
     host_s = MICRO_HOST_S if rates is None else 0.0
-    timed = {id(s): _with_host(s, plan, host_s) if workload.framework_overhead else _alone(s) for s in stages}
+    timed = {id(s): with_host(s, plan, host_s) if workload.framework_overhead else alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, virtual)
     optimizer, after, offload = update_s(
@@ -199,10 +164,10 @@ def _split(
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
-        micro=plan.micro_batch or 1,
+        micro=plan.sequences,
         precision=plan.precision,
         recompute=plan.recompute,
-        compiled=workload.compiled,
+        compiled=workload.compiles(plan),
         attention=attention or ("cudnn" if megatron else "flash"),
         sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
         padded=padded,
@@ -227,7 +192,7 @@ def _is_sharded(dims: ParallelDims) -> bool:
 
 
 def _micro_batches(
-    plan: Plan, stages: Sequence[_Stage], hosted: Sequence[tuple[float, float]], send_s: float, virtual: int
+    plan: Plan, stages: Sequence[StageTime], hosted: Sequence[tuple[float, float]], send_s: float, virtual: int
 ) -> dict[str, float]:
     """Seconds of all forwards and backwards of a step by part, on the slowest stage.
 
@@ -278,7 +243,7 @@ def _stages(
     waits: bool | None,
     copies: Copies,
     async_tp: bool,
-) -> tuple[_Stage, ...]:
+) -> tuple[StageTime, ...]:
     """Build the pipeline's stages, one without a pipeline.
 
     Blocks are distributed over the stages; what precedes them belongs to the first.
@@ -287,7 +252,7 @@ def _stages(
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
     traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, copies)
-    pieces = _Pieces(
+    pieces = StageParts(
         strategy=parsed,
         pipelined=dims.pp > 1,
         every=waits is False,
@@ -303,17 +268,24 @@ def _stages(
     blocks = [(model.units[i].count, i) for i in range(first, min(last + 1, len(times)))]
     after = [(model.units[i].count, i) for i in range(last + 1, len(times))]
     if dims.pp == 1:
-        return (_stage(pieces, [*before, *blocks, *after]),)
+        return (stage_time(pieces, [*before, *blocks, *after]),)
     counts = blocks_per_stage(model.num_blocks, dims.pp)
-    made: dict[tuple[int, bool, bool], _Stage] = {}
+    made: dict[tuple[int, bool, bool], StageTime] = {}
     out = []
     for stage, count in enumerate(counts):
         key = (count, stage == 0, stage == dims.pp - 1)
         if key not in made:
-            share = _take(blocks, sum(counts[:stage]), count)
-            made[key] = _stage(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
+            share = take(blocks, sum(counts[:stage]), count)
+            made[key] = stage_time(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
         out.append(made[key])
     return tuple(out)
+
+
+@lru_cache(maxsize=256)
+def _reference(profile: _TimeInputs, kind: Reference) -> _TimeInputs:
+    """Return the profile of a frozen reference: the model's, or that of its base with the adapters off."""
+    assert isinstance(profile.value, ModelProfile)
+    return profile if kind == "copy" else _TimeInputs(without_adapters(profile.value))
 
 
 @lru_cache(maxsize=256)
@@ -321,106 +293,6 @@ def _mfu_of_one(profile: _TimeInputs, cluster: _TimeInputs, precision: str) -> f
     """MFU at one sample per second on one device."""
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     return mfu(profile.value, cluster.value.gpu, precision, 1.0)
-
-
-def _take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
-    """Slice ``count`` blocks from position ``start`` out of a list of (count, unit)."""
-    taken, position = [], 0
-    for number, unit in blocks:
-        mine = min(start + count, position + number) - max(start, position)
-        if mine > 0:
-            taken.append((mine, unit))
-        position += number
-    return taken
-
-
-def _stage(pieces: _Pieces, units: Sequence[tuple[int, int]]) -> _Stage:
-    """Compute one micro batch on the stage with ``units``, as (count, index)."""
-    sharded, contention = pieces.strategy.shards_parameters, pieces.contention
-    ahead: list[UnitRun] = []
-    back: list[UnitRun] = []
-    last: list[UnitRun] = []
-    root_gather = root_reduce = 0.0
-    compute = recompute = tp = cp = host_forward = host_backward = 0.0
-    for count, index in units:
-        time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
-        forward = time.forward_s + wire.copy_forward_s
-        backward = time.backward_s + wire.copy_backward_s
-        compute += count * (forward + backward)
-        recompute += count * time.recompute_s
-        tp_forward = pieces.tp_share * time.tp_forward_s
-        tp_backward = pieces.tp_share * (time.tp_backward_s + time.tp_recompute_s)
-        cp_backward = time.cp_backward_s + time.cp_recompute_s
-        tp += count * (tp_forward + tp_backward)
-        cp += count * (time.cp_forward_s + cp_backward)
-        host_forward += count * time.host_forward_s
-        host_backward += count * time.host_backward_s
-        gather = wire.gather_s if sharded and block else 0.0
-        reduce = wire.reduce_s if block or not sharded else 0.0
-        if sharded and not block:
-            root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
-        ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s, gather))
-        seconds = backward + time.recompute_s + tp_backward + cp_backward
-        regather = gather if pieces.strategy.reshards_after_forward else 0.0
-        back.append(UnitRun(count, seconds, regather, reduce if pieces.every else 0.0))
-        last.append(UnitRun(count, seconds, regather, reduce))
-    if root_gather or root_reduce:  # the root's units travel together, before the first and after the last
-        ahead.insert(0, UnitRun(1, 0.0, root_gather))
-        last.insert(0, UnitRun(1, 0.0, 0.0, root_reduce))
-        if pieces.every:
-            back.insert(0, last[0])
-    if pieces.strategy.base == "zero2" and pieces.pipelined:  # gathered once a step: micro batches interleave
-        sync_gather = elapsed_s(ahead, contention=contention)
-        ahead = [UnitRun(run.count, run.compute_s) for run in ahead]
-        sync_gather -= elapsed_s(ahead)
-    else:
-        sync_gather = 0.0
-    forward_s = elapsed_s(ahead, contention=contention)
-    backward_s = elapsed_s(reversed(back), contention=contention)
-    return _Stage(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        sync_s=elapsed_s(reversed(last), contention=contention) - backward_s + sync_gather,
-        compute_s=compute,
-        recompute_s=recompute,
-        tp_s=tp,
-        cp_s=cp,
-        host_forward_s=host_forward,
-        host_backward_s=host_backward,
-    )
-
-
-def _hosted(device_s: float, host_s: float) -> float:
-    """Seconds of work that device and host both take part in, one running ahead of the other.
-
-    The result lies between the larger of the two and their sum: the more often they wait for each other, the closer to
-    the sum.
-    """
-    if not host_s:
-        return device_s
-    return float((device_s**HOST_POWER + host_s**HOST_POWER) ** (1.0 / HOST_POWER))
-
-
-def _alone(stage: _Stage) -> tuple[float, float]:
-    """Forward and backward seconds of a micro batch on the device alone."""
-    return stage.forward_s, stage.backward_s
-
-
-def _with_host(stage: _Stage, plan: Plan, own_s: float) -> tuple[float, float]:
-    """Forward and backward seconds of a micro batch including the host.
-
-    ``own_s`` of the host's seconds are outside of units. Without a pipeline the host may run ahead over a full micro
-    batch; with one it synchronizes with its neighbours after each. A CPU is its own host and starts one operation after
-    the other.
-    """
-    if plan.device == "cpu":
-        return stage.forward_s + stage.host_forward_s, stage.backward_s + stage.host_backward_s
-    if plan.dims.pp > 1:
-        ahead, back = stage.host_forward_s + own_s / 2, stage.host_backward_s + own_s / 2
-        return _hosted(stage.forward_s, ahead), _hosted(stage.backward_s, back)
-    device = stage.forward_s + stage.backward_s
-    full = _hosted(device, stage.host_forward_s + stage.host_backward_s + own_s)
-    return stage.forward_s, stage.backward_s + full - device
 
 
 def _waits(plan: Plan) -> bool | None:
@@ -439,7 +311,7 @@ def _traffics(
     dims: ParallelDims,
     accumulates: bool,
     copies: Copies,
-) -> tuple[_Traffic, ...]:
+) -> tuple[WireTime, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     times = _unit_times(profile, cluster, rates, calibration, split)
@@ -448,7 +320,7 @@ def _traffics(
 
 def _traffic(
     machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
-) -> _Traffic:
+) -> WireTime:
     """Collectives and copies of one unit: gathered in the compute type, reduced in fp32."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
     inner = max(1, per_node // dims.tp)
@@ -460,14 +332,14 @@ def _traffic(
         add = 8.0 if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
             unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
-            return _Traffic(
+            return WireTime(
                 reduce_s=reduce,
                 copy_forward_s=machine.memory_s(unit * time.elements),
                 copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
         twice = 2.0 if split.recompute != "none" else 1.0
-        return _Traffic(
+        return WireTime(
             reduce_s=reduce,
             copy_forward_s=machine.memory_s(casts * time.elements),
             copy_backward_s=machine.memory_s((twice - 1.0) * casts * time.elements + (casts + add) * time.trainable),
@@ -480,7 +352,7 @@ def _traffic(
         outer = max(1, per_node // (dims.tp * ranks))
         reduce += machine.collective_s("all_reduce", MASTER_BYTES * time.trainable / ranks, dims.dp_replicate, outer)
     copied = 2.0 * width if ranks > 1 else 0.0
-    return _Traffic(
+    return WireTime(
         gather_s=gather,
         reduce_s=reduce,
         copy_forward_s=machine.memory_s(copied * time.elements),
@@ -495,7 +367,7 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     block = next((unit for unit in profile.units if unit.kind == "block"), None)
     if block is None:
         return 0.0
-    message = block.input_elements * (plan.micro_batch or 1) * COMPUTE_BYTES[plan.precision]
+    message = block.input_elements * plan.sequences * COMPUTE_BYTES[plan.precision]
     apart = plan.dims.world_size // plan.dims.pp
     per_node = 1 if apart >= machine.cluster.devices_per_node else 2
     return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)

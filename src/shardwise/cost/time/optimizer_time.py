@@ -25,7 +25,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
-from shardwise.plan.traffic import weight_uses
+from shardwise.plan.traffic import gathers_of, weight_uses
 from shardwise.plan.workload import Workload
 
 MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
@@ -92,10 +92,10 @@ def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float,
     reductions = plan.grad_accum if plan.gradient_sync == "every" else 1
     gradients = MASTER_BYTES * trainable * reductions
     if strategy.engine == "torch":
-        return weight_uses(strategy, plan.grad_accum) * stored + gradients
+        return gathers_of(plan) * stored + gradients
     width = COMPUTE_BYTES[plan.precision]
     if strategy.shards_parameters and strategy.reshards_after_forward:  # ZeRO-3
-        return weight_uses(strategy, plan.grad_accum) * min(stored, width * elements) + gradients
+        return gathers_of(plan) * min(stored, width * elements) + gradients
     return MASTER_BYTES * trainable * plan.grad_accum + width * trainable
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.measure.profiler.summary import SHORT_KERNEL_S, Gap, TraceSummary, bound_of, share_that
+from shardwise.units import number_text
 
 IDLE_SHARE = 0.1
 """Smallest idle share that is worth a sentence of advice."""
@@ -32,7 +33,7 @@ def rate_text(flops_per_s: float | None) -> str:
         return "unknown"
     for size, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
         if abs(flops_per_s) >= size:
-            return f"{flops_per_s / size:.3g} {name}"
+            return f"{number_text(flops_per_s / size)} {name}"
     return f"{flops_per_s:.0f} FLOP/s"
 
 

@@ -22,7 +22,7 @@ from shardwise.report.html.run_record import (
     RunRecord,
     Series,
 )
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, number_text
 
 Figure = dict[str, Any]
 SMALL = 0.005
@@ -182,8 +182,7 @@ def throughput_figure(record: RunRecord) -> Figure | None:
     if median is not None:
         dash = {"color": "var:soft", "width": 1.5, "dash": "dash"}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": median, "y1": median, "line": dash})
-        rate = f"{median:,.0f}" if median >= 100 else f"{median:.3g}"
-        notes.append(_label(median, f"{rate}<br>{noun}/s", 12))
+        notes.append(_label(median, f"{number_text(median)}<br>{noun}/s", 12))
     data = _measured(series, values, f"{noun}/s", ",.0f")
     if saves:
         edge = {"color": "var:ink", "width": 1}

@@ -17,7 +17,7 @@ from shardwise.plan.plan import Plan
 from shardwise.report.html.figures import SMOOTHED, colour, families, ordered, words
 from shardwise.report.html.run_record import Column, Figures, Memory, RunRecord, SavedCheckpoint, Series
 from shardwise.report.html.text import fixed, milliseconds, number, percent, sampled
-from shardwise.units import bytes_text, count_text, counted, money_text, seconds_text
+from shardwise.units import bytes_text, count_text, counted, money_text, number_text, seconds_text
 
 SAVES = 12
 """Number of checkpoints that are listed: the last ones."""
@@ -139,7 +139,7 @@ def _tiles(record: RunRecord) -> list[Tile]:
     achieved = "" if f.flops_per_s is None else f"{rate_text(f.flops_per_s)} a device"
     mfu = f"predicted {percent(f.mfu_predicted)}" if f.mfu_predicted is not None else ""
     mfu = "the device's peak is not known" if f.mfu is None else mfu
-    hours = "device hours unknown" if f.device_hours is None else f"{number(f.device_hours, 3)} device hours"
+    hours = "device hours unknown" if f.device_hours is None else f"{number_text(f.device_hours)} device hours"
     price = f.price_per_device_hour
     return [
         Tile(

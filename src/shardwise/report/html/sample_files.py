@@ -15,7 +15,7 @@ from shardwise.measure.comm_facts import bus_factor
 from shardwise.measure.scaling_facts import MODES, Mode, Scaling, ScalingRow, rows_of, warnings_of
 from shardwise.report.html.run_record import BenchSamples, Curve
 from shardwise.report.html.text import UNKNOWN, milliseconds, percent
-from shardwise.units import count_text, counted, money_text
+from shardwise.units import count_text, counted, money_text, number_text
 
 
 def together(*readers: Callable[[], BenchSamples | None]) -> list[BenchSamples | None]:
@@ -188,9 +188,11 @@ def _link_row(link: MeasuredLink) -> tuple[str, ...]:
 
 def microseconds(seconds: float | None) -> str:
     """Format ``48 µs``; ``unknown`` for ``None``, a latency that was not identified."""
-    return UNKNOWN if seconds is None else f"{seconds * 1e6:,.3g} µs" if seconds < 1e-3 else milliseconds(seconds)
+    return (
+        UNKNOWN if seconds is None else f"{number_text(seconds * 1e6)} µs" if seconds < 1e-3 else milliseconds(seconds)
+    )
 
 
 def gigabytes(bytes_per_s: float | None) -> str:
     """Format ``1.21 GB/s``; ``unknown`` for ``None``."""
-    return UNKNOWN if bytes_per_s is None else f"{bytes_per_s / 1e9:.3g} GB/s"
+    return UNKNOWN if bytes_per_s is None else f"{number_text(bytes_per_s / 1e9)} GB/s"
