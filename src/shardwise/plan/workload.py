@@ -29,7 +29,7 @@ class Workload(BaseModel):
     ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled``: blocks
     run under ``torch.compile``; ``fused_loss``: the loss never upcasts the logits to fp32 (a compiled one,
     flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator buffers, and the host time
-    between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
+    between kernels. ``lora_…``, ``double_quant`` and ``modules_to_save`` are a plan's adapters, where it has some
     (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
     layout.
     """
@@ -55,6 +55,7 @@ class Workload(BaseModel):
     lora_dropout: float = 0.0
     lora_dora: bool = False
     double_quant: bool = True
+    modules_to_save: tuple[str, ...] = ()
     average: bool = False
 
     @model_validator(mode="before")

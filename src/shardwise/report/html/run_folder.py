@@ -231,6 +231,7 @@ def _figures(
         steps=done,
         steps_planned=sources.job.steps,
         tokens=_full(steps[-1].get("tokens")) if steps else summary.tokens,
+        labels=_full(steps[-1].get("labels")) if steps else None,
         first_loss=_finite(steps[0]["loss"]) if steps else None,
         last_loss=_finite(steps[-1]["loss"]) if steps else summary.loss,
         heldout_bits_per_byte=summary.heldout_bits_per_byte,

@@ -173,6 +173,8 @@ def key_figures(record: RunRecord) -> Safe:
     ranks = None if record.plan is None else record.plan.dims.world_size
     rate, noun = (f.tokens_per_s, "tokens") if f.samples_per_s is None else (f.samples_per_s, "samples")
     each = None if rate is None or not ranks else rate / ranks
+    share = None if not f.tokens or f.labels is None else f.labels / f.tokens
+    trained = "" if share is None or share >= 1 else f", {percent(share)} with a loss,"
     tiles = [
         ("loss", fixed(f.last_loss), "" if f.first_loss is None else f"from {fixed(f.first_loss)} at the first step"),
         _heldout_tile(f),
@@ -181,7 +183,7 @@ def key_figures(record: RunRecord) -> Safe:
         ("MFU", percent(f.mfu), _mfu_note(record)),
         ("peak memory", size(f.peak_bytes), _against(f.peak_bytes, f.peak_predicted_bytes, size)),
         ("cost", money_text(f.cost), _cost_note(record)),
-        ("trained on", count_text(f.tokens), f"tokens in {span(f.step_seconds)} of steps"),
+        ("trained on", count_text(f.tokens), f"tokens{trained} in {span(f.step_seconds)} of steps"),
     ]
     boxes = (
         el(
