@@ -16,7 +16,7 @@ PAGE = (configs.ROOT / "docs" / "fine-tuning.md").read_text()
 SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
 SNIPPET = re.findall(r"```python\n((?:.*\n)*?)```", PAGE)[0]
 SHORT = ["train.epochs=none", "train.steps=12", "train.eval_every=6", "data.seq_len=384", "checkpoint.every=0"]
-NUMBER = re.compile(r"\d+(\.\d+)?( [kM])?")
+NUMBER = re.compile(r"\d+(\.\d+)?(e-\d+)?( [kM])?")
 
 
 def plain(text: str, names: dict[str, str]) -> list[str]:
@@ -30,22 +30,27 @@ def test_the_page_from_a_config_to_an_answer(
     small_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(configs.ROOT)
-    config, output = str(tmp_path / "chats.toml"), str(tmp_path / "tuned")
-    names = {output: "runs/stdlib-tuned", config: "chats.toml", str(small_base): "runs/stdlib", f"{configs.ROOT}/": ""}
-    assert [shlex.split(command)[1] for command, _ in SESSIONS] == ["init", "data", "train"]
+    config, output, adapted = (str(tmp_path / name) for name in ("chats.toml", "tuned", "adapted"))
+    runs = {"runs/stdlib-tuned": output, "runs/stdlib-lora": adapted}
+    names = {folder: name for name, folder in runs.items()}
+    names |= {config: "chats.toml", str(small_base): "runs/stdlib", f"{configs.ROOT}/": ""}
+    assert [shlex.split(command)[1] for command, _ in SESSIONS] == ["init", "data", "train", "train"]
     for command, expected in SESSIONS:
         words = shlex.split(command)
         words = [{"runs/stdlib": str(small_base), "chats.toml": config}.get(word, word) for word in words]
+        given = [word.removeprefix("train.output=") for word in words if word.startswith("train.output=")]
         if words[1] != "init":  # what init writes goes to a folder below this one
-            words += [f"train.output={output}"]
+            words += [f"train.output={runs[given[0]] if given else output}"]
         if words[1] == "train":
             words += SHORT
         done = shardwise(*words[1:])
         wrong = fits(plain(done.stdout + done.stderr, names), plain(expected, {}))
         assert not wrong, f"{command}: {wrong}\n{done.stdout}{done.stderr}"
-    capsys.readouterr()
-    exec(SNIPPET.replace("runs/stdlib-tuned", output), {})  # what the page shows
-    assert capsys.readouterr().out.strip()
+    for folder in (output, adapted):  # trained in full, and merged
+        assert (Path(folder) / "model" / "model.safetensors").is_file()
+        capsys.readouterr()
+        exec(SNIPPET.replace("runs/stdlib-tuned", folder), {})  # what the page shows
+        assert capsys.readouterr().out.strip()
     again = shardwise("train", config, *SHORT, f"train.output={output}")
     assert "finished: all 12 steps" in again.stdout + again.stderr
 

@@ -40,6 +40,7 @@ from tests.families import VOCAB, configuration
 IDS = torch.arange(48).reshape(2, 24) * 5 % VOCAB
 LAYERS = 2
 PLAIN = AdapterOptions(rank=4, alpha=8)
+FULL = AdapterOptions(rank=4, alpha=8, modules_to_save=("embed_tokens", "lm_head", "input_layernorm"))
 
 
 def model_of(name: str, seed: int = 0) -> nn.Module:
@@ -70,7 +71,8 @@ class Case:
 
     def __str__(self) -> str:
         o = self.options
-        marks = [w for w, there in (("dora", o.dora), ("rslora", o.rslora), (o.targets[0], True)) if there]
+        known = (("dora", o.dora), ("rslora", o.rslora), ("full", o.modules_to_save), (o.targets[0], True))
+        marks = [w for w, there in known if there]
         return "-".join([self.name, self.kind, *marks, str(self.base).removeprefix("torch."), self.precision])
 
 
@@ -84,6 +86,8 @@ CASES = [
     Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, targets=("attention",))),
     Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, dora=True, quant_type="fp4", double_quant=False)),
     Case("wide-llama", "qlora", AdapterOptions(rank=4, alpha=8, dora=True), precision="bf16", within=0.2),
+    Case("llama", "lora", FULL, base=torch.bfloat16, precision="bf16", within=0.2),
+    Case("gpt2", "lora", FULL.model_copy(update={"modules_to_save": ("wte",), "targets": ("attention",)})),  # tied
 ]
 
 

@@ -233,6 +233,7 @@ def test_every_key_of_the_config_reaches_the_plan(tmp_path: Path) -> None:
         "dora": True,
         "quant_type": "fp4",
         "double_quant": False,
+        "modules_to_save": ("embed",),
     }
     assert given.keys() == AdapterOptions.model_fields.keys()
     words = [f"lora.{key}={json.dumps(value)}" for key, value in given.items()]

@@ -178,7 +178,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
         one.deliver([one.post()])
         one._on_phase("forward")
         work(2.0)
-        one.on_step_end(session, SimpleNamespace(number=number, tokens=10))  # type: ignore[arg-type]
+        one.on_step_end(session, SimpleNamespace(number=number, tokens=10, processed=None))  # type: ignore[arg-type]
     one.finish()
     timing = one.timing()
     assert timing is not None and timing.warm_up + timing.steps == 8

@@ -293,6 +293,50 @@ class TestCorpus:
         assert corpus.train.tokens[corpus.train.marks & 1 == 1][-1] == corpus.separator
         assert not any("im_end" in line for line in lines)
 
+    def test_a_date_is_one_day_for_all_rows_and_can_be_fixed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from datetime import date
+
+        from shardwise.train.data import corpus as module
+        from shardwise.train.tasks.registry import order_facts
+
+        class Today(date):
+            day_of_test = "2026-11-23"
+
+            @classmethod
+            def today(cls) -> Any:
+                return date.fromisoformat(cls.day_of_test)
+
+        monkeypatch.setattr(module, "date", Today)
+        template = tmp_path / "dated.jinja"
+        template.write_text("{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}\n" + CHATML)
+        rows, lines = [{"messages": TURNS}, {"messages": TURNS[:2]}], list[str]()
+        (tmp_path / "dated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def text(cache: str, **table: Any) -> tuple[str, Any]:
+            given = {"seq_len": 64, "heldout_fraction": 0.0, "chat_template": str(template)}
+            asked = DataTable(path=str(tmp_path / "dated.jsonl"), **{**given, **table})
+            found = prepare_corpus(asked, tmp_path / cache, lines.append)
+            return bytes(found.train.tokens.astype("uint8")).decode(), found
+
+        first, here = text("a")
+        assert first.count("23 Nov 2026") == 2
+        assert any("which is 2026-11-23 in all" in x and 'data.date = "2026-11-23" prepares' in x for x in lines)
+        Today.day_of_test = "2027-01-01"
+        again, kept = text("a")  # prepared before: a run that goes on has the samples that it had
+        assert again == first and kept.train.content == here.train.content
+        moved, other = text("b")  # elsewhere, from nothing
+        assert moved.count("01 Jan 2027") == 2 and other.train.content != here.train.content
+        days = [order_facts(one, None)["data.date"] for one in (here, other)]  # type: ignore[arg-type]
+        assert days == ["2026-11-23", "2027-01-01"]  # which a refused resume names
+        fixed, _ = text("b", date="2026-11-23")
+        assert fixed == first
+        with pytest.raises(DataError, match=r"data\.date '2026-11-23' does nothing: the chat template writes no date"):
+            self.prepare(tmp_path, rows, date="2026-11-23")
+        with pytest.raises(ValueError, match=r"'date' is '23\.11\.2026', and no day of the calendar"):
+            DataTable(path="a", seq_len=8, date="23.11.2026")
+
     def test_csv_parquet_and_saved_rows_are_the_same(self, tmp_path: Path) -> None:
         import datasets
 

@@ -4,8 +4,13 @@ step, in the same order, and the losses of one process that was never interrupte
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import signal
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,7 @@ from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.faults.kills import write_texts
-from tests.worlds import run_world
+from tests.worlds import WorldError, run_world
 
 SHRINKING = (("ddp", 4, 5), ("fsdp", 2, 9), ("zero1", 3, 14), ("ddp", 1, None))  # strategy, ranks, last step of the leg
 GROWING = (("ddp", 1, 3), ("zero2", 2, 7), ("hsdp", 4, 12), ("fsdp+offload", 3, None))
@@ -83,6 +88,33 @@ def test_a_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> No
     assert len(ids) == 24 * GLOBAL_BATCH and abs(share - 0.75) < 3 * (0.75 * 0.25 / len(ids)) ** 0.5
 
 
+def test_a_killed_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> None:
+    """SIGKILL at a step drawn at random, 4 → 2 → 3 ranks: steps since the checkpoint are fetched again, the same."""
+    notes, texts = write_texts(tmp_path / "notes"), write_texts(tmp_path / "texts", 6)
+    (notes / "0.txt").write_text("another beginning. " * 5)
+    weights = {texts: 0.6, notes: 0.4}
+    sources = [{"path": str(path), "weight": weight} for path, weight in weights.items()]
+    data: dict[str, Any] = {"path": None, "sources": sources}
+    steps = {"steps": 20, "epochs": None, "eval_every": 0}
+    full = train(tmp_path / "alone", texts, ("ddp", 1, None), data, **steps)
+    rng_state = random.Random(11)
+    folder = tmp_path / "changing"
+    fetched: list[Steps] = []
+    for (strategy, world), (low, high) in ((("fsdp", 4), (5, 8)), (("ddp", 2), (10, 15))):
+        kill = Kill(rng_state.randint(low, high), rng_state.randrange(world), tmp_path / f"killed-{world}")
+        with pytest.raises(WorldError, match=f"rank {kill.rank}. died without a traceback, exit code -9"):
+            train(folder, texts, (strategy, world, None), data, kill=kill, **steps)
+        fetched.append(kill.fetched(world))
+        assert max(fetched[-1]) == kill.step
+    fetched.append(train(folder, texts, ("zero1", 3, None), data, **steps))
+    begins = [min(leg) for leg in fetched]
+    ends = [max(leg) for leg in fetched[:2]]
+    assert begins == [1, *(1 + (end - 1) // 4 * 4 for end in ends)], "each goes on from the newest checkpoint"
+    for leg in fetched:
+        assert leg == {step: full[step] for step in leg}
+    assert {step for leg in fetched for step in leg} == set(full)
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -113,7 +145,27 @@ def test_stopped_before_its_first_step_it_goes_on_bit_for_bit(tmp_path: Path) ->
     assert configs.losses(tmp_path / "stopped") == configs.losses(tmp_path / "whole")
 
 
-def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL for a rank as a step begins; all ranks write what they fetched to ``log`` before it."""
+
+    step: int
+    rank: int
+    log: Path
+
+    def write(self, number: int, rank: int, ids: list[list[int]]) -> None:
+        self.log.mkdir(exist_ok=True)
+        with (self.log / f"{rank}.jsonl").open("a") as file:
+            file.write(json.dumps([number, ids]) + "\n")
+
+    def fetched(self, world: int) -> Steps:
+        """The ids of each step that all ranks began, of plans whose ranks all have samples of their own."""
+        lines = [(self.log / f"{rank}.jsonl").read_text().splitlines() for rank in range(world)]
+        ranks = [dict(json.loads(line) for line in one) for one in lines]
+        return joined(ranks)
+
+
+def train_here(text: str, stop_after: int | None, kill: Kill | None = None) -> dict[int, list[list[int]]]:
     """The loop of `shardwise train` on this rank; the ids that it really fetched, for each micro batch of each step."""
     from shardwise.distributed.process_group import join
     from shardwise.train.data.corpus import open_corpus
@@ -122,7 +174,7 @@ def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
 
     job = Job.model_validate_json(text)
     session = Session(ranks=join(job.plan.device), planner=lambda *_: job.plan)
-    session.observers.append(observer := _Observer(stop_after))
+    session.observers.append(observer := _Observer(stop_after, kill))
     run = TrainingRun(job.config, job.plan, open_corpus(job.corpus), session, _Silent())
     fetch = run.samples.batch
 
@@ -143,8 +195,8 @@ def train_here(text: str, stop_after: int | None) -> dict[int, list[list[int]]]:
 class _Observer:
     """Keeps what was fetched for each step, and asks for the end after one of them, on one rank only."""
 
-    def __init__(self, stop_after: int | None) -> None:
-        self.stop_after = stop_after
+    def __init__(self, stop_after: int | None, kill: Kill | None) -> None:
+        self.stop_after, self.kill = stop_after, kill
         self.fetched: list[list[int]] = []
         self.steps: dict[int, list[list[int]]] = {}
 
@@ -161,6 +213,11 @@ class _Observer:
             groups.setdefault(rank // session.plan.dims.tp, set()).add(state)
         assert all(len(states) == 1 for states in groups.values()), "tensor-parallel ranks draw other numbers"
         assert len(set.union(*groups.values())) == len(groups), "two groups draw the same numbers"
+        if self.kill is not None:
+            self.kill.write(step.number, session.ranks.rank, self.steps[step.number])
+            gather_ints([0], session.ranks)  # all have written
+            if (step.number, session.ranks.rank) == (self.kill.step, self.kill.rank):
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, session: Any, step: Any) -> None:
         if step.number == self.stop_after and session.ranks.rank == session.ranks.world_size - 1:
@@ -177,7 +234,7 @@ class _Silent:
         return lambda *args: None
 
 
-def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], **changed: Any) -> Steps:
+def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], kill: Kill | None = None, **changed: Any) -> Steps:
     """Begin or resume the run in ``folder``; what all the ranks together fetched in each step."""
     strategy, world, stop_after = leg
     folder.mkdir(exist_ok=True)
@@ -191,11 +248,16 @@ def train(folder: Path, texts: Path, leg: Leg, data: dict[str, Any], **changed: 
     }
     changes["train"] |= {"seed": 7, **changed}
     job = prepare_job(read_config(configs.write_config(folder, **changes)), lambda text: None).job
-    everyone = run_world(train_here, world, job.to_json(), stop_after)
+    everyone = run_world(train_here, world, job.to_json(), stop_after, kill)
     places = [job.plan.dims.place(rank) for rank in range(world)]
     ranks = [steps for steps, place in zip(everyone, places, strict=True) if place.tp == place.cp == place.pp == 0]
     alike = [ranks[place.dp] for place in places]
     assert everyone == alike, "ranks that share a sample have fetched different ones"
+    return joined(ranks)
+
+
+def joined(ranks: list[dict[int, list[list[int]]]]) -> Steps:
+    """What all ranks fetched in each step, in the order of the stream."""
     return {
         step: [id_ for micro in zip(*(rank[step] for rank in ranks), strict=True) for ids in micro for id_ in ids]
         for step in ranks[0]

@@ -22,6 +22,7 @@ from shardwise.checkpoint.shard_files import BUFFER, in_threads
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.model.read import clean_name
+from shardwise.parallel.lora.adapters import adapters_of
 
 _PREFIX = "model/"
 
@@ -65,6 +66,7 @@ def check_hashes(source: Source, *, collective: bool) -> None:
     Raises:
         CheckpointError: they differ; names files and tensors.
     """
+    source = getattr(source, "inner", source)
     if not isinstance(source, OwnSource):
         return
     if collective:
@@ -142,26 +144,30 @@ class BaseWeights:
     """Load the frozen base weights unit by unit, as full tensors, from any supported checkpoint.
 
     For a base that is quantized or sharded right after. All names and shapes are matched at once, while the model is on
-    the meta device; trained parameters (adapters) are not touched. ``verify`` and ``collective`` are those of
-    `load_weights`.
+    the meta device; adapters are not touched, and what is trained in full beside them begins with its weights.
+    ``verify`` and ``collective`` are those of `load_weights`.
 
     Raises:
         ModelError, UserError, CheckpointError: as `load_weights`.
     """
 
     def __init__(
-        self, model: nn.Module, source: str | Folder, *, verify: bool = True, collective: bool = False
+        self, model: nn.Module, source: str | Folder | Source, *, verify: bool = True, collective: bool = False
     ) -> None:
         self._open = ExitStack()
-        self._source = self._open.enter_context(open_source(source))
+        opened = source if isinstance(source, Source) else open_source(source)
+        self._source = self._open.enter_context(opened)
         self._places: dict[tuple[int, str], str] = {}
         names: dict[int, list[str]] = defaultdict(list)
         where: dict[int, list[tuple[int, str]]] = defaultdict(list)
         slots: dict[int, torch.Tensor] = {}
+        adapters = adapters_of(model)
+        ids = {id(p) for name, p in model.named_parameters() if adapters and clean_name(name) in adapters.in_full}
         for owner_name, owner in model.named_modules():
             kept = {k: b for k, b in owner._buffers.items() if k not in owner._non_persistent_buffers_set}
-            frozen = {k: p for k, p in owner._parameters.items() if p is not None and not p.requires_grad}
-            for local, tensor in (*frozen.items(), *kept.items()):
+            tensors = {k: p for k, p in owner._parameters.items() if p is not None}
+            base = {k: p for k, p in tensors.items() if not p.requires_grad or id(p) in ids}
+            for local, tensor in (*base.items(), *kept.items()):
                 if tensor is not None:
                     names[id(tensor)].append(clean_name(f"{owner_name}.{local}" if owner_name else local))
                     where[id(tensor)].append((id(owner), local))

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from shardwise.checkpoint.added_rows import added_of, open_with_rows
 from shardwise.checkpoint.convert.check_merged import MergeVerdict, Pieces, check_merge
 from shardwise.checkpoint.convert.conversion import Written, convert
 from shardwise.checkpoint.convert.known_model import KnownModel, find_model
 from shardwise.checkpoint.convert.merge_lora import MergedSource, saved_adapters
 from shardwise.checkpoint.matching import Selection, select
-from shardwise.checkpoint.readers.detect import open_source
 from shardwise.checkpoint.readers.huggingface import HuggingFaceSource
 from shardwise.checkpoint.readers.live import LiveSource
 from shardwise.checkpoint.readers.reader import Source
@@ -194,7 +194,8 @@ class AdapterMerge:
             return self._drawn(saved.seed, stack)
         where = str(place or saved.base)
         try:
-            source = stack.enter_context(open_source(where))
+            added = added_of(self.adapters.manifest.model)
+            source = stack.enter_context(open_with_rows(where, self.known.build(real=False), added))
         except UserError as error:
             if place is not None:
                 raise
@@ -230,7 +231,8 @@ class AdapterMerge:
 
     def _report_rounding(self, selection: Selection) -> None:
         """Report how often a merged value is rounded in a low-precision dtype."""
-        dtypes = [item.info.dtype for item in selection.items if item.name in self.merged.merged]
+        changed = {*self.merged.merged, *self.merged.in_full}
+        dtypes = [item.info.dtype for item in selection.items if item.name in changed]
         rounded = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.itemsize < 4})
         if rounded:
             self.note(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from shardwise.train.config import Config
 
 
 def is_config(model: str | None) -> bool:
@@ -30,13 +33,28 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
 
     config = read_config(Path(model))
     refuse_other_tasks(config, "plan")
-    if config.model.config is not None and not config.model.freeze:
-        profile = load_profile(config.model.config, seq_len=seq_len, compiled=compiled)
-        return with_packed_mask(profile) if config.data.pack == "isolated" else profile
-    from shardwise.model.trace import trace_module
-    from shardwise.train.model import model_factory
+    vocab_size, of_config = _with_added_tokens(config), config.model.config
+    if of_config is not None and not config.model.freeze and not vocab_size:
+        profile = load_profile(of_config, seq_len=seq_len, compiled=compiled)
+    else:
+        from shardwise.model.trace import trace_module
+        from shardwise.train.model import model_factory
 
-    return trace_module(model_factory(config, 0), seq_len=seq_len, name=config.model.factory or config.model.config)
+        factory = model_factory(config, vocab_size)
+        profile = trace_module(factory, seq_len=seq_len, name=config.model.factory or of_config)
+    return with_packed_mask(profile) if of_config is not None and config.data.pack == "isolated" else profile
+
+
+def _with_added_tokens(config: Config) -> int:
+    """Return the size of a vocabulary that training resizes; 0 where it does not, or no tokenizer is here."""
+    folder = Path(config.data.tokenizer).expanduser()
+    if config.model.config is None or config.model.weights is None or not folder.exists():
+        return 0
+    from shardwise.train.data.tokenizer import load_tokenizer
+    from shardwise.train.model import added_tokens
+
+    added = added_tokens(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    return 0 if added is None else added.new
 
 
 def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -41,7 +41,7 @@ class AdapterFacts:
     ``base_bytes`` are the bytes per element of the unquantized frozen base, ``adapter_bytes`` of the adapters. The
     others describe a program: ``copies_inputs``, each adapter casts its input and saves the copy (autocast over fp32
     adapters); ``mask_bytes``, saved by dropout per element; ``keeps_inputs``, quantized layers save theirs
-    (bitsandbytes before 0.43.2, see its change log).
+    (bitsandbytes before 0.43.2, see its change log). ``modules_to_save`` are trained in full, in ``adapter_bytes``.
     """
 
     rank: int = 16
@@ -54,6 +54,12 @@ class AdapterFacts:
     copies_inputs: bool = False
     mask_bytes: int = 1
     keeps_inputs: bool = False
+    modules_to_save: tuple[str, ...] = ()
+
+    def trains(self, weight: Weight) -> bool:
+        """Return whether a weight is of a module that is trained in full."""
+        inside = f".{weight.name}"
+        return any(f".{name}." in inside for name in self.modules_to_save)
 
     @property
     def quantized_bytes(self) -> float:
@@ -100,10 +106,11 @@ def with_adapters(
     if problems:
         raise PlanError(*problems)
     units, began = [], False
+    tied = _tied_shapes(profile, facts)
     for unit in profile.units:
         adapts = unit.kind == "block" and bool(chosen & set(_linears(unit)))
-        units.append(_adapted(unit, kind, facts, chosen) if adapts else _frozen(unit, facts, backward=began))
-        began = began or adapts
+        units.append(_adapted(unit, kind, facts, chosen) if adapts else _frozen(unit, facts, tied, backward=began))
+        began = began or adapts or any(map(facts.trains, unit.weights))
     return replace(profile, units=tuple(units))
 
 
@@ -162,14 +169,40 @@ def _linears(unit: Unit) -> dict[str, int]:
     return found
 
 
-def _frozen(unit: Unit, facts: AdapterFacts, *, backward: bool) -> Unit:
+def _tied_shapes(profile: ModelProfile, facts: AdapterFacts) -> set[tuple[int, ...]]:
+    """Return the shapes of weights that are trained in full and used by another unit, too."""
+    names = {name for pair in profile.tied for name in pair}
+    named = [Weight(name, ()) for name in names]
+    if not any(map(facts.trains, named)):
+        return set()
+    return {w.shape for unit in profile.units for w in unit.weights if w.name in names}
+
+
+def _frozen(unit: Unit, facts: AdapterFacts, tied: Collection[tuple[int, ...]], *, backward: bool) -> Unit:
     """Freeze a unit: no weight gradients, and inputs needed only for them are not saved.
 
-    Without ``backward`` nothing before the unit trains, and nothing is saved.
+    Without ``backward`` nothing before the unit trains, and nothing is saved. Weights that are trained in full, or of a
+    shape of ``tied``, stay as they are.
     """
-    weights = tuple(replace(w, itemsize=facts.base_bytes, trainable=False) for w in unit.weights)
-    ops = tuple(_without_gradient(op, backward=backward) for op in unit.ops)
+    whole = {w.name for w in unit.weights if facts.trains(w) or w.shape in tied}
+    weights = tuple(_stored(w, facts, trained=w.name in whole) for w in unit.weights)
+    own = {w.shape for w in unit.weights}
+    shapes = {w.shape for w in unit.weights if w.name in whole} | {shape for shape in tied if shape not in own}
+    sizes = [sorted(shape) for shape in shapes if len(shape) == 2]
+
+    def trains(op: Op) -> bool:
+        if op.kind == "matmul":
+            return op.weight and sorted((op.n, op.k)) in sizes
+        return bool(whole) and (op.weight or op.kind == "embedding")
+
+    backward = backward or bool(whole)
+    ops = tuple(op if trains(op) else _without_gradient(op, backward=backward) for op in unit.ops)
     return replace(unit, weights=weights, ops=ops)
+
+
+def _stored(weight: Weight, facts: AdapterFacts, *, trained: bool) -> Weight:
+    """Return a weight of the base as it is stored, frozen or trained in full."""
+    return replace(weight, itemsize=facts.adapter_bytes if trained else facts.base_bytes, trainable=trained)
 
 
 def _without_gradient(op: Op, *, backward: bool) -> Op:
@@ -196,6 +229,9 @@ def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]
             ops.append(replace(op, weight=op.weight and op.kind == "matmul"))
             continue
         weight, takes = unit.weights[owned[op.name]], op.name in chosen
+        if facts.trains(weight):
+            ops.append(op)
+            continue
         kept_already = not op.saved and before is not None and before.kind == "attention"
         pending = op.saved or pending
         reads = (takes and not own) or (kind == "qlora" and facts.keeps_inputs)
@@ -218,7 +254,7 @@ def _base(unit: Unit, kind: str, facts: AdapterFacts, owned: dict[str, int]) -> 
     return [
         replace(w, itemsize=packed, trainable=False, scales=packed - 0.5)
         if index in quantised
-        else replace(w, itemsize=facts.base_bytes, trainable=False)
+        else _stored(w, facts, trained=facts.trains(w))
         for index, w in enumerate(unit.weights)
     ]
 

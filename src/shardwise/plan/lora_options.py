@@ -18,7 +18,7 @@ class AdapterOptions(BaseModel):
     (arXiv:2312.03732). ``dora`` trains the norm of each row apart from its direction (arXiv:2402.09353). ``targets``
     are roles (``all-linear``, ``attention``, ``mlp``) or ends of module names (``q_proj``). ``quant_type`` and
     ``double_quant`` are how ``+qlora`` quantizes the weights of the blocks' linear layers: 4 bits in blocks of 64
-    (arXiv:2305.14314).
+    (arXiv:2305.14314). ``modules_to_save`` are names of modules, or ends of them, that are trained in full.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -31,6 +31,7 @@ class AdapterOptions(BaseModel):
     dora: bool = False
     quant_type: QuantType = "nf4"
     double_quant: bool = True
+    modules_to_save: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:

@@ -32,7 +32,8 @@ class Workload(BaseModel):
     ``global_batch`` counts samples of ``seq_len`` tokens; ``tokens`` is the whole training run. ``compiled``: blocks
     run under ``torch.compile`` whatever the plan says (`compiles`); ``fused_loss``: the loss never upcasts the logits
     to fp32 (a compiled one, flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator
-    buffers, and the host time between kernels. ``lora_…`` and ``double_quant`` are a plan's adapters, where it has some
+    buffers, and the host time between kernels. ``lora_…``, ``double_quant`` and ``modules_to_save`` are a plan's
+    adapters, where it has some
     (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
     layout. ``objective`` is that of the plans that are searched.
     """
@@ -58,6 +59,7 @@ class Workload(BaseModel):
     lora_dropout: float = 0.0
     lora_dora: bool = False
     double_quant: bool = True
+    modules_to_save: tuple[str, ...] = ()
     average: bool = False
     objective: Objective = "lm"
 

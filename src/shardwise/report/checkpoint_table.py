@@ -251,6 +251,8 @@ def _adapter(facts: Mapping[str, Any] | None) -> Iterable[str]:
         packed = f"base packed to {options.get('quant_type', '?')}"
         words.append(packed + (", scales too" if options.get("double_quant") else ""))
     yield f"adapters only: {adapter.get('kind', '?')}, {', '.join(words)}; {_count(len(layers), 'layer')} ({ends})"
+    if in_full := adapter.get("in_full"):
+        yield f"trained in full beside them: {', '.join(map(str, in_full))}"
     if isinstance(base, Mapping) and base.get("weights") is not None:
         yield f"base: '{base['weights']}', digest {base.get('digest', 'unknown')}; merge with: checkpoint merge-lora"
     elif isinstance(base, Mapping):

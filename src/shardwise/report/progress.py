@@ -22,6 +22,7 @@ from shardwise.train.tasks.registry import TaskData
 from shardwise.units import count_text, counted, seconds_text
 
 PLAIN_LINES = 10
+ALL = 0.9995  # a share that is printed as 100.0 %
 
 
 class ProgressReporter:
@@ -64,9 +65,12 @@ class ProgressReporter:
         self._task = self._bar.add_task("step", total=total, completed=first, news="")
         self._bar.start()
 
-    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
+    def step(
+        self, number: int, loss: float, per_second: float, noun: str = "tokens", trained_share: float = 1.0
+    ) -> None:
         """Move the bar; without a terminal, print one line for each tenth of the run."""
-        news = f"loss {loss:.4f}  {count_text(per_second)} {noun}/s"
+        trained = f", {trained_share:.1%} with a loss" if trained_share < ALL else ""
+        news = f"loss {loss:.4f}  {count_text(per_second)} {noun}/s{trained}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
         elif number * PLAIN_LINES // self._total > self._tenth or number == self._first + 1:

@@ -19,6 +19,7 @@ from shardwise.search.choose import Choice
 from shardwise.train.config import Config
 from shardwise.train.data.data_receipt import data_receipt
 from shardwise.train.data.rows import RowData
+from shardwise.train.model import added_tokens
 from shardwise.train.tasks.registry import TaskData
 from shardwise.units import bytes_text, count_text, counted, money_text
 
@@ -186,6 +187,11 @@ def print_plan(
         + f", {len(spec.blocks)} repeated blocks"
         + (f", tied: {'; '.join(' = '.join(names) for names in spec.tied)}" if spec.tied else "")
     )
+    if (added := added_tokens(config, corpus.vocab_size)) is not None:
+        console.print(
+            f"       {added.count} tokens of data.tokenizer are new to it: its embedding and its head are resized from "
+            f"{added.old} to {added.new} rows, and the new ones begin as the mean of the others"
+        )
     _print_data(corpus, console, config)
     memory = bytes_text(cluster.device_memory_bytes)
     where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"

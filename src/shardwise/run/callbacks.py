@@ -25,12 +25,13 @@ from shardwise.receipts.drift import DriftRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
-from shardwise.receipts.lines.sample_lines import isolation_line, packed_line
+from shardwise.receipts.lines.sample_lines import isolation_line, new_rows_line, packed_line
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
+from shardwise.train.new_rows import NewRows
 from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.session import Session
 from shardwise.train.tasks.registry import noun_of, num_outputs, open_data
@@ -72,12 +73,20 @@ class RunRecorder:
 
     # called by the loop
 
-    def begin(self, session: Session, isolation: Isolation | None = None, parts: TrainingParts | None = None) -> None:
+    def begin(
+        self,
+        session: Session,
+        isolation: Isolation | None = None,
+        parts: TrainingParts | None = None,
+        new_rows: NewRows | None = None,
+    ) -> None:
         """Called before the first step, with the model built and the checkpoint loaded."""
         if parts is not None:
             self.effects.more.append(TrainingLines(self.job.config, parts))
         if isolation is not None:
             self.effects.notes += (isolation_line(isolation),)
+        if new_rows is not None:
+            self.effects.notes += (new_rows_line(new_rows),)
         if session.ranks.is_main:
             self.trackers = open_trackers(self.job.config, session.steps_done, self.log)
         if self.sampler is not None:

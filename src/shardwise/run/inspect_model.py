@@ -50,8 +50,10 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
     factory = model_factory(config, data.vocab_size)
     with users_code(_key("model", config.model.factory, config.model.config)):
         base = module = build(factory, config.train.seed, real=False)
+        _check_new_rows(config, base, draft.adapter or AdapterOptions(), kind, data)
         if kind != "none":
-            check_adapters(base, draft.adapter or AdapterOptions(), kind, draft.device)
+            options = draft.adapter or AdapterOptions()
+            check_adapters(base, options, kind, draft.device)
             factory = adapted_factory(factory, draft)
             module = build(factory, config.train.seed, real=False)
     spec = read_model(module)
@@ -80,6 +82,38 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
 def attention_of(module: nn.Module) -> str:
     """Return the attention that a transformers model runs; empty for other models, whose masks are not known."""
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
+
+
+def _check_new_rows(config: Config, base: nn.Module, options: AdapterOptions, kind: str, data: TaskData) -> None:
+    """Check that the rows of added tokens are trained.
+
+    Raises:
+        ModelError: they would stay the mean of the others.
+    """
+    from shardwise.checkpoint.added_rows import embedding_names
+    from shardwise.parallel.lora.adapters import parameters_in_full
+    from shardwise.train.model import added_tokens
+
+    added = added_tokens(config, data.vocab_size)
+    trained = {name for name, p in base.named_parameters(remove_duplicate=False) if p.requires_grad}
+    if kind != "none":
+        trained = {*parameters_in_full(base, options.modules_to_save)}
+    frozen = [] if added is None else [name for name in embedding_names(base) if name not in trained]
+    if added is None or not frozen:
+        return
+    if kind == "none":
+        raise ModelError(
+            f"data.tokenizer '{config.data.tokenizer}' has {added.count} tokens that are new to model.config, and "
+            f"model.freeze {config.model.freeze} freezes their rows in {', '.join(frozen)}; take that out of it"
+        )
+    first = {id(base.get_parameter(name)): name for name in reversed(embedding_names(base))}  # one name of tied ones
+    modules = [name.rpartition(".")[0].rpartition(".")[2] for name in reversed(first.values())]
+    given = ", ".join(f'"{name}"' for name in dict.fromkeys([*options.modules_to_save, *modules]))
+    raise ModelError(
+        f"data.tokenizer '{config.data.tokenizer}' has {added.count} tokens that are new to model.config, and +{kind} "
+        f"freezes their rows in {', '.join(frozen)}; set lora.modules_to_save = [{given}], which trains these modules "
+        f"in full, or name a strategy without +{kind}"
+    )
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:

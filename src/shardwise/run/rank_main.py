@@ -114,7 +114,8 @@ def conclude(job: Any, session: Any, recorder: Any, outcome: Any, reporter: Any)
     document = {
         "schema": 1,
         "steps": outcome.steps,
-        **({"tokens": outcome.tokens} if noun_of(job.config) == "tokens" else {"labels": outcome.tokens}),
+        **({"tokens": outcome.tokens} if noun_of(job.config) == "tokens" else {}),
+        "labels": outcome.labels,
         "loss": finite(outcome.loss),
         "heldout_bits_per_byte": finite(None if found is None else found.bits_per_byte),
         "heldout_loss": finite(None if found is None else found.loss),

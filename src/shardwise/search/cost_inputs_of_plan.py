@@ -32,6 +32,7 @@ def adapted(
         dora=workload.lora_dora,
         base_bytes=4.0 if precision == "fp32" else 2.0,
         copies_inputs=full and precision != "fp32",
+        modules_to_save=workload.modules_to_save,
         mask_bytes=1 if device == "cuda" else itemsize_of(precision),
     )
     return with_adapters(profile, strategy.adapter, facts=facts)
@@ -51,6 +52,7 @@ def with_adapter(workload: Workload, options: AdapterOptions) -> Workload:
             "lora_dropout": options.dropout,
             "lora_dora": options.dora,
             "double_quant": options.double_quant,
+            "modules_to_save": options.modules_to_save,
         }
     )
 
@@ -67,6 +69,9 @@ def adapter_of(pins: Pins, workload: Workload) -> AdapterOptions:
     given = pins.options.get("adapter")
     if isinstance(given, AdapterOptions):
         return given
-    return _adapter_options(
+    made = _adapter_options(
         workload.lora_rank, workload.lora_targets, workload.lora_dropout, workload.lora_dora, workload.double_quant
+    )
+    return (
+        made if not workload.modules_to_save else made.model_copy(update={"modules_to_save": workload.modules_to_save})
     )

@@ -262,11 +262,16 @@ class LoraTable(Table):
     dora: bool = Field(False, description="train the norm of each output's weights apart")
     quant_type: Literal["nf4", "fp4"] = Field("nf4", description="+qlora: the 16 values of 4 bits")
     double_quant: bool = Field(True, description="+qlora: pack the scales, too")
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="ends of names of modules that are trained in full beside adapters, such as embed_tokens, lm_head",
+    )
 
     @property
     def options(self) -> AdapterOptions:
         """Return the options as a plan stores them."""
-        return AdapterOptions(**{**self.model_dump(), "targets": tuple(self.targets)})
+        names = {"targets": tuple(self.targets), "modules_to_save": tuple(self.modules_to_save)}
+        return AdapterOptions(**{**self.model_dump(), **names})
 
 
 class CheckpointTable(Table):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
@@ -31,6 +32,13 @@ class Table(BaseModel):
             return data
         optional = {name for name, field in cls.model_fields.items() if NoneType in get_args(field.annotation)}
         return {key: None if key in optional and value == "none" else value for key, value in data.items()}
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return str(date.fromisoformat(text)) == text
+    except ValueError:
+        return False
 
 
 class SourceTable(Table):
@@ -78,6 +86,10 @@ class DataTable(Table):
     chat_template: Named | None = Field(
         None, description="'chatml' or a file with a Jinja template; the tokenizer's own if left out"
     )
+    date: Named | None = Field(
+        None,
+        description="today for a chat template that writes the date, as 2026-11-23; the day of preparation if none",
+    )
     loss_on: Literal["auto", "assistant", "completion", "last", "all"] = Field(
         "auto", description="tokens with a loss: the assistant's turns, the completion, the last turn, or all"
     )
@@ -104,6 +116,8 @@ class DataTable(Table):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> Self:
+        if self.date is not None and not _is_date(self.date):
+            raise ValueError(f"'date' is '{self.date}', and no day of the calendar; write it as 2026-11-23")
         if problems := self._source_problems():
             raise ValueError(*problems)
         if self.mask_borders and self.pack in ("isolated", "none"):

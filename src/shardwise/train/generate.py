@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Generator:
     def _rendered(self, prompt: str, config: Config, kind: str) -> str:
         if kind not in ("messages", "instruction"):
             return prompt
-        template = self.tokenizer.template(config.data.chat_template)
+        template = replace(self.tokenizer.template(config.data.chat_template), date=config.data.date)
         try:
             return template.render([{"role": "user", "content": prompt}], prompt=True)
         except RowProblem as problem:

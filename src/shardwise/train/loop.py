@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import messages as exchange
+from shardwise.checkpoint.added_rows import AddedTokens, open_with_rows
 from shardwise.checkpoint.format import read_manifest, step_folder
 from shardwise.checkpoint.load import has_average, load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
@@ -41,7 +42,8 @@ from shardwise.train.data.samples import (
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
 from shardwise.train.metrics import MetricsFile
-from shardwise.train.model import model_factory, model_facts, pretrained_factory
+from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
+from shardwise.train.new_rows import NewRows
 from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
@@ -86,9 +88,10 @@ class TrainingRun:
         self.global_batch = plan.global_batch or plan.dims.dp
         self.total = resume.steps_in_all(config, self.order.epoch, self.global_batch)
         self.position = 0
-        self.tokens = 0
+        self.tokens = self.labels = 0
         self.last_loss = math.nan
         self.adapter_facts: dict[str, Any] = {}
+        self.new_rows: NewRows | None = None
         self.noise: EmbeddingNoise | None = None
         self.average: WeightAverage | None = None
         self.extends = False  # goes on from the end of a run of fewer steps
@@ -126,7 +129,7 @@ class TrainingRun:
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
         if self.recorder is not None:
-            self.recorder.begin(self.session, self._isolation(), self.parts)
+            self.recorder.begin(self.session, self._isolation(), self.parts, self.new_rows)
         metrics = None
         if self.is_main:
             also = None if self.recorder is None else self.recorder.wrote
@@ -154,7 +157,7 @@ class TrainingRun:
                 "the same command resumes from there"
             )
         found = self.evaluator
-        return Outcome(self.session.steps_done, self.tokens, self.last_loss, found.evaluation, found.best)
+        return Outcome(self.session.steps_done, self.tokens, self.labels, self.last_loss, found.evaluation, found.best)
 
     def _isolation(self) -> Isolation | None:
         """Measure whether documents of this rank's first micro batch see each other."""
@@ -169,9 +172,14 @@ class TrainingRun:
         factory = model_factory(config, self.corpus.vocab_size)
         strict = config.model.weights is not None and not is_pretrained(row_task(config), config)
         if self.is_main and config.model.weights is not None and not strict:
-            factory = pretrained_factory(config, self.reporter.log)
+            factory = pretrained_factory(config, self.corpus.vocab_size, self.reporter.log)
         model = build(factory, config.train.seed, real=self.is_main and not strict)
-        base = self._adapt(model)
+        added = added_tokens(config, self.corpus.vocab_size)
+        base = self._adapt(model, added)
+        weights = None
+        if strict and base is None:
+            weights = open_with_rows(str(config.model.weights), model, added)
+        rows = None if added is None else NewRows.of(model, added)
         sample = example_inputs_of(self.corpus, config, self.micro_batch)
         optimizer = build_optimizer(model.parameters(), config.optimizer, model)
         alpha = config.train.neftune_alpha
@@ -181,15 +189,18 @@ class TrainingRun:
             self.noise = EmbeddingNoise.on(alpha, embedding, self.session.module, self.plan.dims.cp)
         if base is not None:
             base.close()
-        elif strict and config.model.weights is not None:
-            load_weights(self.session.module, config.model.weights, verify=config.checkpoint.verify, collective=True)
+        elif weights is not None:
+            with weights:
+                load_weights(self.session.module, weights, verify=config.checkpoint.verify, collective=True)
+        if rows is not None:
+            self.new_rows = rows.measured(self.session)
         if config.train.ema_decay:
             self.average = WeightAverage(config.train.ema_decay, self.session.module)
             self.session.observers.insert(0, self.average)  # receipts look at it afterwards
         seed_everything(config.train.seed, self._rng_state)
         return model
 
-    def _adapt(self, model: nn.Module) -> BaseWeights | None:
+    def _adapt(self, model: nn.Module, added: AddedTokens | None) -> BaseWeights | None:
         """Add the plan's adapters to ``model``.
 
         Return the weights of its base if they are read from a file.
@@ -200,11 +211,10 @@ class TrainingRun:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapters = add_adapters(model, self.plan, real=self.is_main)
-        base = (
-            None
-            if weights is None
-            else BaseWeights(model, weights, verify=self.config.checkpoint.verify, collective=True)
-        )
+        base = None
+        if weights is not None:
+            source = open_with_rows(weights, model, added)
+            base = BaseWeights(model, source, verify=self.config.checkpoint.verify, collective=True)
         if base is None and self.is_main:
             self.reporter.log("model.weights is not given: adapters are trained beside random weights")
         origin = {"weights": weights, "seed": seed} if base is None else {"weights": weights, "digest": base.digest}
@@ -215,21 +225,25 @@ class TrainingRun:
         config, session, optimizer = self.config, self.session, self.session.optimizer
         rate = self.parts.rate
         clock = time.perf_counter()
-        since, tokens_since = session.steps_done, 0
+        since, tokens_since, labels_since = session.steps_done, 0, 0
         batches = step_batches(self.samples, self.order, self.plan, session.ranks.rank, self.position)
         for step in session.run_windows(batches, limit=self.total - session.steps_done):
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
+            if self.noun == "tokens":
+                step.processed = self.samples.num_tokens(self.order.ids(self.position, self.global_batch))
             step.run(model, self.loss_sum if self.evaluator.by_labels else self.parts.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
-            self.tokens += result.tokens
-            tokens_since += result.tokens
+            processed = result.tokens if step.processed is None else step.processed
+            self.tokens, self.labels = self.tokens + processed, self.labels + result.tokens
+            tokens_since, labels_since = tokens_since + processed, labels_since + result.tokens
             if step.number % config.train.log_every == 0 or step.number == self.total:
                 check_finite(result, scaled=session.scaler is not None)
                 self.last_loss = result.loss
-                window = StepWindow(step.number - since, tokens_since, time.perf_counter() - clock)
+                seconds = time.perf_counter() - clock
+                window = StepWindow(step.number - since, tokens_since, labels_since, seconds)
                 self._log(metrics, result, rate(step.number), window)
-                clock, since, tokens_since = time.perf_counter(), step.number, 0
+                clock, since, tokens_since, labels_since = time.perf_counter(), step.number, 0, 0
             paused = time.perf_counter()
             self._between(result, metrics)
             clock += time.perf_counter() - paused  # evaluations and checkpoints are not step time
@@ -261,12 +275,14 @@ class TrainingRun:
             learning_rate=rate,
             grad_norm=result.grad_norm,
             step_time_s=window.seconds / window.steps,
-            **({"tokens": self.tokens} if of_tokens else {"labels": self.tokens}),
+            **({"tokens": self.tokens} if of_tokens else {}),
+            labels=self.labels,
             **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
             **({} if self.recorder is None else self.recorder.log_fields()),
         )
-        self.reporter.step(result.number, result.loss, per_second, self.noun)
+        share = window.labels / window.tokens if of_tokens and window.tokens else 1.0
+        self.reporter.step(result.number, result.loss, per_second, self.noun, share)
 
     def _evaluate(self, metrics: MetricsFile | None, *, averaged: bool = False) -> bool:
         """Evaluate on the held-out samples; return whether that is the best so far."""
@@ -297,6 +313,7 @@ class TrainingRun:
         state = {
             "position": self.position,
             "tokens": self.tokens,
+            "labels": self.labels,
             "loss": self.last_loss if math.isfinite(self.last_loss) else None,
             "order": self._order_facts(),
             "scheduler": {"step": self.session.steps_done, "total": self.total},
@@ -313,7 +330,7 @@ class TrainingRun:
             plan=self.plan,
             state=state,
             rng=random_states(self.session.device),
-            model_facts={**model_facts(self.config), **self.adapter_facts},
+            model_facts={**model_facts(self.config, self.corpus.vocab_size), **self.adapter_facts},
             average=None if self.average is None else self.average.tensors,
         )
         self.session.phase = "other"
@@ -400,6 +417,7 @@ class TrainingRun:
             changed = resume.changed_keys(manifest, config.optimizer)
             resume.set_changed(session.optimizer, made, manifest, changed, config.optimizer)
             self.position, self.tokens = int(state["position"]), int(state["tokens"])
+            self.labels = int(state.get("labels", self.tokens))
             self.last_loss = math.nan if state["loss"] is None else float(state["loss"])
             if session.scaler is not None and state["scaler"]:
                 session.scaler.load_state_dict(state["scaler"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.checkpoint.added_rows import AddedTokens
 from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.import_object import check_kwargs, load_object
@@ -20,6 +21,8 @@ from shardwise.train.causal import configuration_file
 from shardwise.train.config import Config
 from shardwise.train.tasks.pretrained import pretrained
 from shardwise.train.tasks.registry import configuration_of, row_task
+
+MOST_ADDED = 4  # at most one new row to so many that were trained
 
 
 def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
@@ -38,12 +41,9 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
         return lambda: _checked_module(made(**table.kwargs), f"model.factory '{table.factory}'", table.freeze)
     facts, task = configuration_of(config), row_task(config)
     problems = []
-    known = getattr(facts, "vocab_size", None)
-    if known is not None and known < vocab_size:
-        problems.append(
-            f"model.config '{table.config}': vocab_size {known} is smaller than the tokenizer's {vocab_size}; "
-            f"set it to {vocab_size} or more"
-        )
+    added = added_tokens(config, vocab_size)
+    if added is not None and (problem := _not_added(added, config)):
+        problems.append(problem)
     longest = getattr(facts, "max_position_embeddings", None)
     if longest is not None and longest < config.data.seq_len:
         problems.append(
@@ -52,6 +52,8 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
         )
     if problems:
         raise ModelError(*problems)
+    if added is not None:
+        facts.vocab_size = added.new
 
     def build() -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -63,21 +65,41 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
     return build
 
 
-def pretrained_factory(config: Config, log: Callable[[str], None]) -> Callable[[], nn.Module]:
+def added_tokens(config: Config, vocab_size: int) -> AddedTokens | None:
+    """Return how many ids of the tokenizer have no row in the embedding of ``model.config``; ``None`` without any."""
+    known = getattr(configuration_of(config), "vocab_size", None)
+    return None if known is None or known >= vocab_size else AddedTokens(known, vocab_size)
+
+
+def _not_added(added: AddedTokens, config: Config) -> str:
+    """Return why the embedding is not resized: it is not read, or the tokenizer is another model's."""
+    told = f"vocab_size {added.old} is smaller than the tokenizer's {added.new}"
+    where = f"model.config '{config.model.config}': {told}"
+    if config.model.weights is None:
+        return f"{where}; set it to {added.new} or more"
+    if added.count * MOST_ADDED > added.old:
+        return (
+            f"{where}, so more than 1 in {MOST_ADDED} of its rows would be new, as if data.tokenizer "
+            f"'{config.data.tokenizer}' were another model's; give that of the model, with tokens added to it"
+        )
+    return ""
+
+
+def pretrained_factory(config: Config, vocab_size: int, log: Callable[[str], None]) -> Callable[[], nn.Module]:
     """Return a function that builds the model of a row task with the weights of ``model.weights``.
 
     ``log`` is told what is new in it.
     """
     task, table = row_task(config), config.model
-    facts = configuration_of(config)
+    facts, added = configuration_of(config), added_tokens(config, vocab_size)
     assert task is not None and table.weights is not None
     weights = table.weights
     return lambda: _checked_module(
-        pretrained(task, facts, weights, log), f"model.config '{table.config}'", table.freeze
+        pretrained(task, facts, weights, added, log), f"model.config '{table.config}'", table.freeze
     )
 
 
-def model_facts(config: Config) -> dict[str, Any]:
+def model_facts(config: Config, vocab_size: int) -> dict[str, Any]:
     """Describe how the model is built, for readers of the checkpoint.
 
     See `checkpoint.format.Manifest`.
@@ -85,10 +107,9 @@ def model_facts(config: Config) -> dict[str, Any]:
     table = config.model
     if table.factory is not None:
         return {"kind": "factory", "factory": table.factory, "kwargs": table.kwargs}
-    return {
-        "kind": "transformers",
-        "config": read_json(configuration_file(Path(str(table.config)))),
-    }
+    keys, added = read_json(configuration_file(Path(str(table.config)))), added_tokens(config, vocab_size)
+    told = {} if added is None else added.entry
+    return {"kind": "transformers", "config": keys if added is None else added.config(keys), **told}
 
 
 def _checked_module(module: Any, where: str, freeze: list[str]) -> nn.Module:

@@ -136,7 +136,7 @@ def refuse_other_base(
         words = {True: "no adapters", False: "adapters only"}
         problems.append(f"it holds {words[then is None]}, and this run trains {words[now is None]}")
     else:
-        old, new = ({"kind": one["kind"], **one["options"]} for one in (then, now))
+        old, new = ({"kind": one["kind"], "modules_to_save": [], **one["options"]} for one in (then, now))
         problems += [f"{key} was {old.get(key)}, is {value}" for key, value in new.items() if old.get(key) != value]
         base, here = saved.get("base", {}), facts.get("base", {})
         marks = [(one.get("digest"), one.get("seed")) for one in (base, here)]

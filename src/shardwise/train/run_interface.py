@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from shardwise.train.best import Best
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.evaluate import Evaluation
+from shardwise.train.new_rows import NewRows
 from shardwise.train.session import Session
 from shardwise.train.training_parts import TrainingParts
 
@@ -21,8 +22,10 @@ class Reporter(Protocol):
     def begin(self, first: int, total: int) -> None:
         """Start reporting after step ``first`` of ``total``."""
 
-    def step(self, number: int, loss: float, per_second: float, noun: str = "tokens") -> None:
-        """Report a logged step; ``per_second`` counts ``noun``."""
+    def step(
+        self, number: int, loss: float, per_second: float, noun: str = "tokens", trained_share: float = 1.0
+    ) -> None:
+        """Report a logged step; ``per_second`` counts ``noun``, of which ``trained_share`` has a loss."""
 
     def evaluating(self, share: float) -> None:
         """Report the progress of an evaluation."""
@@ -37,11 +40,17 @@ class Reporter(Protocol):
 class RunCallback(Protocol):
     """Callback during a run, on every rank."""
 
-    def begin(self, session: Session, isolation: Isolation | None = None, parts: TrainingParts | None = None) -> None:
+    def begin(
+        self,
+        session: Session,
+        isolation: Isolation | None = None,
+        parts: TrainingParts | None = None,
+        new_rows: NewRows | None = None,
+    ) -> None:
         """Called before the first step, with the model built and the checkpoint loaded.
 
         ``isolation`` is what was measured where documents share samples and must not see each other; ``parts`` are
-        what the config's options add.
+        what the config's options add; ``new_rows`` are those of added tokens, as training begins with them.
         """
 
     def log_fields(self) -> dict[str, Any]:
@@ -59,10 +68,11 @@ class RunCallback(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. ``loss`` is the last step's."""
+    """Outcome of a run. ``loss`` is the last step's; ``labels`` are the tokens with a loss."""
 
     steps: int
     tokens: int
+    labels: int
     loss: float
     evaluation: Evaluation | None
     best: Best | None = None
@@ -74,4 +84,5 @@ class StepWindow:
 
     steps: int
     tokens: int
+    labels: int
     seconds: float

@@ -72,8 +72,8 @@ class Step:
     """Optimizer step: iterate its micro batches, call `backward` on each, then `update` once.
 
     ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the full global batch,
-    ``micros`` are this rank's. ``clip_norm`` is the argument of `update`, and ``result`` what it
-    returns.
+    ``micros`` are this rank's. ``processed`` are the tokens of the full global batch, with or without a label; ``None``
+    where only the labels are known. ``clip_norm`` is the argument of `update`, and ``result`` what it returns.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Step:
         self.number = number
         self.tokens = tokens
         self.batches = batches
+        self.processed: int | None = None
         self._session = session
         self.micros = micros
         self._current = -1

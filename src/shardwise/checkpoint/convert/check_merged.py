@@ -161,7 +161,7 @@ def _of_folder(
     inputs = fixed_inputs(module)
     there = outputs_of(module, inputs)
     kept = {item.name.removeprefix(MODEL) for item in selection.items if merged.tensors[item.origin] == item.info}
-    kept -= {name.removeprefix(MODEL) for name in (*merged.merged, *merged.dequantized)}
+    kept -= {name.removeprefix(MODEL) for name in (*merged.merged, *merged.dequantized, *merged.in_full)}
     generator = torch.Generator().manual_seed(0)
     seen: set[int] = set()
     for name, tensor in tensors_of(module).items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.added_rows import added_of
 from shardwise.checkpoint.matching import Expected
 from shardwise.checkpoint.readers.huggingface import CONFIG, HuggingFaceSource
 from shardwise.checkpoint.readers.reader import Source
@@ -150,13 +151,21 @@ def _named(text: str, source: Source) -> KnownModel:
             raise ModelError(f"model '{text}': '{file}' cannot be read as JSON: {error}; repair it") from None
         if not isinstance(keys, dict):
             raise ModelError(f"model '{text}': '{file}' holds {keys!r:.40}, not an object; repair it")
-        return _transformers(keys, text, file.parent)
+        return _transformers(_with_added(keys, source), text, file.parent)
     if ":" in text:
         return _factory(text, source)
     raise UserError(
         f"model '{text}' is none of: a folder with {CONFIG}, a config.json, package.module:factory, file.py:factory; "
         "give one of them"
     )
+
+
+def _with_added(keys: dict[str, Any], source: Source) -> dict[str, Any]:
+    """Return a configuration with the tokens that training added, where it is the one that training began with."""
+    added = added_of(source.manifest.model) if isinstance(source, OwnSource) else None
+    if added is None or keys.get("vocab_size", added.old) != added.old:
+        return keys
+    return added.config(keys)
 
 
 def _factory(text: str, source: Source) -> KnownModel:

@@ -43,6 +43,7 @@ class SavedAdapters:
         digest: of the base that was read (`weights.base_digest`); ``None`` for a randomly initialized base.
         seed: that initialized the base; ``None`` where it was read.
         precision: compute dtype of the run (``fp32``, ``bf16``, ``fp16``).
+        in_full: names of the parameters that were trained in full beside the adapters, all names of tied ones.
     """
 
     kind: str
@@ -52,6 +53,7 @@ class SavedAdapters:
     digest: str | None
     seed: int | None
     precision: str
+    in_full: tuple[str, ...] = ()
 
     def names(self, layer: str) -> list[str]:
         """Return the adapter tensors of ``layer``, as named in a manifest."""
@@ -87,6 +89,7 @@ def saved_adapters(source: Source) -> SavedAdapters:
             "kind": parse_strategy(str(plan["strategy"])).adapter,
             "options": plan["adapter"],
             "targets": [n.removeprefix(MODEL).removesuffix(f".{A}") for n in source.tensors if n.endswith(f".{A}")],
+            "in_full": [n.removeprefix(MODEL) for n in _model_names(source) if ".lora_" not in n],
         }
         found = SavedAdapters(
             kind=str(adapter["kind"]),
@@ -96,6 +99,7 @@ def saved_adapters(source: Source) -> SavedAdapters:
             digest=base.get("digest"),
             seed=base.get("seed"),
             precision=str(plan.get("precision", "fp32")),
+            in_full=tuple(map(str, adapter.get("in_full", ()))),
         )
     except (KeyError, TypeError, ValidationError, PlanError) as error:
         raise UserError(
@@ -103,7 +107,8 @@ def saved_adapters(source: Source) -> SavedAdapters:
             f"({' '.join(str(error).split()):.120}); use the version that wrote it"
         ) from None
     wanted = {name for layer in found.targets for name in found.names(layer)}
-    there = {name for name in source.tensors if name.startswith(MODEL)}
+    wanted |= {source.aliases.get(name, name) for name in (f"{MODEL}{one}" for one in found.in_full)}
+    there = _model_names(source)
     problems = []
     if not wanted:
         problems.append("has no adapter at all")
@@ -116,6 +121,10 @@ def saved_adapters(source: Source) -> SavedAdapters:
     return found
 
 
+def _model_names(source: Source) -> set[str]:
+    return {name for name in source.tensors if name.startswith(MODEL)}
+
+
 class MergedSource:
     """Base with adapters merged in, under the names of the model; a `Source`.
 
@@ -124,7 +133,8 @@ class MergedSource:
     Attributes:
         threads: useful number of reading threads: one, so that only one layer is in memory.
         merged: names of the weights that have an adapter.
-        unpacked: names of the weights that were dequantized.
+        dequantized: names of the weights that were dequantized.
+        in_full: names of the weights that were trained in full, each with its name among the adapters' tensors.
     """
 
     threads = 1
@@ -160,9 +170,13 @@ class MergedSource:
         self._transposed = frozenset(transposed)
         self.merged = tuple(f"{MODEL}{layer}.weight" for layer in saved.targets)
         self.dequantized = tuple(f"{MODEL}{layer}.weight" for layer in packed)
+        own = {f"{MODEL}{name}" for name in saved.in_full}
+        self.in_full = {i.name: adapters.aliases.get(i.name, i.name) for i in selection.items if i.name in own}
         changed = {*self.merged, *self.dequantized}
         self.tensors: Mapping[str, TensorInfo] = {
-            item.name: TensorInfo(dtype, item.info.shape) if dtype is not None and item.name in changed else item.info
+            item.name: TensorInfo(dtype, item.info.shape)
+            if dtype is not None and item.name in changed | self.in_full.keys()
+            else item.info
             for item in selection.items
         }
         self._changed = changed
@@ -183,6 +197,8 @@ class MergedSource:
             UserError: a merged value overflows its dtype.
             ModelError: a weight cannot be quantized on this machine.
         """
+        if name in self.in_full:
+            return self._adapters.read(self.in_full[name], box).to(self.tensors[name].dtype)
         if name not in self._changed:
             return self._base.read(self._origins[name], box)
         with self._lock:
@@ -228,6 +244,10 @@ class MergedSource:
     def _check_shapes(self) -> None:
         problems = []
         rank, there = self._saved.options.rank, self._adapters.tensors
+        for name, origin in self.in_full.items():
+            if there[origin].shape != self.tensors[name].shape:
+                short = name.removeprefix(MODEL)
+                problems.append(f"{short}: {there[origin].shape}, and the base's is {self.tensors[name].shape}")
         for layer in self._saved.targets:
             if tied := self._tied_to(f"{MODEL}{layer}.weight"):
                 shared = ", ".join(name.removeprefix(MODEL) for name in tied)

@@ -48,6 +48,10 @@ def peft_selection(source: OwnSource, saved: SavedAdapters, dtype: torch.dtype |
         if inner.endswith(MAGNITUDE):
             inner = inner.removesuffix(".weight")
         items.append(TargetTensor(f"{MODEL}{_WRAPPED}{inner}", name, TensorInfo(dtype or info.dtype, info.shape)))
+    for name in saved.in_full:  # a tied one under each name: peft keeps a copy of each module
+        origin = source.aliases.get(f"{MODEL}{name}", f"{MODEL}{name}")
+        info = source.tensors[origin]
+        items.append(TargetTensor(f"{MODEL}{_WRAPPED}{name}", origin, TensorInfo(dtype or info.dtype, info.shape)))
     return Selection(tuple(items), {}, {}, (), ())
 
 
@@ -68,6 +72,7 @@ def peft_config(saved: SavedAdapters, *, transposed: bool, causal: bool) -> dict
         "use_rslora": options.rslora,
         "use_dora": options.dora,
         "target_modules": list(saved.targets),
+        "modules_to_save": list(dict.fromkeys(name.rpartition(".")[0] for name in saved.in_full)) or None,
         "fan_in_fan_out": transposed,
         "bias": "none",
     }

@@ -90,8 +90,9 @@ class Attribution:
         """Do nothing."""
 
     def on_step_end(self, session: Session, step: Step) -> None:
-        """Record the step's labels."""
-        self._tokens = -1 if self.disturbed(step.number) else step.tokens
+        """Record the step's tokens; its labels, where only they are known."""
+        known = step.tokens if step.processed is None else step.processed
+        self._tokens = -1 if self.disturbed(step.number) else known
 
     def on_step_abandoned(self, session: Session, step: Step) -> None:
         """Do nothing: the lap ends with the next step."""

@@ -40,7 +40,8 @@ _PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"
 class Adapters:
     """Adapters added to a module: kind, options, adapted layers and quantized layers.
 
-    ``base`` is a digest of the module's original weights, ``None`` if they are on the meta device.
+    ``base`` is a digest of the module's original weights, ``None`` if they are on the meta device. ``in_full`` are the
+    parameters of ``modules_to_save`` by all their names, which are trained without an adapter.
     """
 
     kind: str
@@ -48,10 +49,13 @@ class Adapters:
     targets: tuple[str, ...]
     packed: tuple[str, ...]
     base: str | None = None
+    in_full: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, object]:
         """Return the entries for a checkpoint's manifest."""
-        return {"kind": self.kind, "options": self.options.model_dump(mode="json"), "targets": list(self.targets)}
+        more = {"in_full": list(self.in_full)} if self.in_full else {}
+        options = self.options.model_dump(mode="json")
+        return {"kind": self.kind, "options": options, "targets": list(self.targets), **more}
 
     def dequantized(self, spec: ModelSpec) -> int:
         """Count the weights of the model of ``spec``; two quantized ones share one element."""
@@ -88,6 +92,7 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
             "strategy, which trains what is not frozen"
         )
     layers, targets = check_adapters(module, options, kind, plan.device)
+    in_full = parameters_in_full(module, options.modules_to_save)
     wide: set[torch.dtype] = {layers[name].weight.dtype for name in targets}
     _run_every_layer(module)
     base = _digest(module)
@@ -95,11 +100,13 @@ def add_adapters(module: nn.Module, plan: Plan, *, real: bool = True) -> Adapter
     with nullcontext() if real else parameters_on_meta():
         _inject(module, options, targets)
     _draw(module, real=real, dtypes=wide)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or clean_name(name) in in_full)
     packed: tuple[str, ...] = ()
     if kind == "qlora":
         packed = prepare_packing(module, layers, options, DTYPES[plan.precision])
     _narrow(module, plan)
-    found = Adapters(kind, options, tuple(targets), packed, base)
+    found = Adapters(kind, options, tuple(targets), packed, base, in_full)
     object.__setattr__(module, _MARK, found)
     return found
 
@@ -116,9 +123,50 @@ def check_adapters(
     targets = chosen(layers, options.targets, module)
     problems = _too_narrow(layers, targets, options.rank)
     problems += _not_packable(layers, device) if kind == "qlora" else []
+    problems += _not_in_full(module, options, layers if kind == "qlora" else (), targets)
     if problems:
         raise ModelError(*problems)
     return layers, targets
+
+
+def parameters_in_full(module: nn.Module, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return all names of the parameters of the modules that ``wanted`` names, tied ones too."""
+    owners = {name for name, _ in module.named_modules() if any(_is_named(clean_name(name), want) for want in wanted)}
+    ids = {id(p) for name in owners for p in module.get_submodule(name).parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple(clean_name(name) for name, parameter in named if id(parameter) in ids)
+
+
+def _is_named(name: str, want: str) -> bool:
+    return name == want or _ends(name, want)
+
+
+def _not_in_full(
+    module: nn.Module, options: AdapterOptions, packed: Collection[str], targets: Collection[str]
+) -> list[str]:
+    """List ``modules_to_save`` that do not exist, have no parameter, or are frozen under an adapter."""
+    problems = []
+    names = [name for name, _ in module.named_modules() if name]
+    for want in options.modules_to_save:
+        found = [name for name in names if _is_named(name, want)]
+        inside = [n for n in targets if any(n == name or n.startswith(f"{name}.") for name in found)]
+        quantized = [n for n in packed if any(n == name or n.startswith(f"{name}.") for name in found)]
+        where = f"lora.modules_to_save: '{want}'"
+        if not found:
+            problems.append(f"{where} is no module of the model{did_you_mean(want, {*names, *map(_last, names)})}")
+        elif not parameters_in_full(module, [want]):
+            problems.append(f"{where} has no parameters to train; take it out")
+        elif inside:
+            problems.append(
+                f"{where} is trained in full, and '{inside[0]}' has an adapter; take one out (lora.targets)"
+            )
+        elif quantized:
+            problems.append(f"{where}: '{quantized[0]}' is packed in 4 bits and cannot be trained; take it out")
+    return problems
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def linear_layers(module: nn.Module) -> dict[str, Any]:

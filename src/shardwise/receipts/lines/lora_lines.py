@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,12 @@ def adapter_lines(session: Session) -> Iterator[Line]:
     layers = adapted_layers(module)
     planned = _planned_text(plan.adapter or AdapterOptions(), () if found is None else found.targets)
     yield _same("adapters", planned, _found_text(layers))
-    yield from _base_lines(plan, module)
+    in_full = () if found is None else found.in_full
+    yield from _base_lines(plan, module, in_full)
+    if in_full:
+        trained = [clean_name(n) for n, p in module.named_parameters() if p.requires_grad and clean_name(n) in in_full]
+        there = [clean_name(n) for n, _ in module.named_parameters() if clean_name(n) in in_full]
+        yield _same("modules trained in full", ", ".join(there), ", ".join(trained) or "none")
     if plan.parsed.adapter == "qlora" and found is not None:
         yield from _packed_lines(session, used_spec(session), found)
 
@@ -63,12 +68,13 @@ def _joined(values: set[Any]) -> str:
     return "/".join(f"{value:.4g}" for value in sorted(values)) or "none"
 
 
-def _base_lines(plan: Plan, module: nn.Module) -> Iterator[Line]:
+def _base_lines(plan: Plan, module: nn.Module, in_full: Collection[str]) -> Iterator[Line]:
     """Check that the base is frozen and stored in the compute dtype.
 
     Quantized weights are separate.
     """
-    base = [p for name, p in module.named_parameters() if not any(part in clean_name(name) for part in _PARTS)]
+    named = {clean_name(name): p for name, p in module.named_parameters()}
+    base = [p for name, p in named.items() if name not in in_full and not any(part in name for part in _PARTS)]
     trained = sum(p.requires_grad for p in base)
     kept = [p for p in base if p.is_floating_point()]
     found = f"{state.dtypes(kept)}, {trained} trained"

@@ -11,12 +11,15 @@ from torch.utils import _pytree
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.receipts.receipt import Line
 from shardwise.train.data.isolation import Isolation
+from shardwise.train.new_rows import NewRows
 from shardwise.train.session import Session
 from shardwise.train.step import Micro
 
 DISTINCT = "samples across ranks"
 SHARED = "samples within model groups"
 PACKED = "documents in a sample"
+ADDED = "added tokens"
+ROUNDED = 2.0**-7  # of a mean that a file of bf16 holds
 
 
 def sample_lines(session: Session, micros: list[Micro], before: set[str]) -> Iterator[Line]:
@@ -62,6 +65,16 @@ def isolation_line(found: Isolation) -> Line:
             f"({found.documents} compared; without borders {found.open_change:.2g})"
         )
     return Line(name=PACKED, planned="isolated", found=found_text, ok=found.ok)
+
+
+def new_rows_line(found: NewRows) -> Line:
+    """Report whether the rows of added tokens began as the mean of the others."""
+    planned = f"{found.added.count} rows, the mean of the other {found.added.old}"
+    if found.distance is None:
+        return Line(name=ADDED, planned=planned, found="not measured", ok=None)
+    ok = found.distance <= ROUNDED
+    found_text = planned if ok else f"{found.added.count} rows, off by {found.distance:.2g} of the mean of the others"
+    return Line(name=ADDED, planned=planned, found=found_text, ok=ok)
 
 
 def _distinct(everyone: dict[int, list[str]], dealer: str, *, repeats: bool) -> Line:

@@ -134,7 +134,9 @@ def _tiles(record: RunRecord) -> list[Tile]:
     f = record.figures
     ranks = None if record.plan is None else record.plan.dims.world_size
     rate, noun = record.per_s, record.noun
-    trained_on = (f.tokens, "tokens") if f.labels is None else (f.labels, "labels")
+    trained_on = (f.tokens, "tokens") if f.labels is None or f.tokens is not None else (f.labels, "labels")
+    share = None if not f.tokens or f.labels is None else f.labels / f.tokens
+    with_loss = "" if share is None or share >= 1 else f", {percent(share)} with a loss,"
     each = None if rate is None or not ranks else rate / ranks
     achieved = "" if f.flops_per_s is None else f"{rate_text(f.flops_per_s)} a device"
     mfu = f"predicted {percent(f.mfu_predicted)}" if f.mfu_predicted is not None else ""
@@ -155,7 +157,11 @@ def _tiles(record: RunRecord) -> list[Tile]:
             money_text(f.cost),
             f"no price known; {hours}" if price is None else f"{hours} at {money_text(price)}",
         ),
-        Tile("trained on", count_text(trained_on[0]), f"{trained_on[1]} in {seconds_text(f.step_seconds)} of steps"),
+        Tile(
+            "trained on",
+            count_text(trained_on[0]),
+            f"{trained_on[1]}{with_loss} in {seconds_text(f.step_seconds)} of steps",
+        ),
     ]
 
 

@@ -31,9 +31,10 @@ class Figures(_Frozen):
     ``tokens_per_s`` and ``step_s`` are over the steps after the warm-up if the run timed its parts, else medians of
     the logged lines without the first. ``step_seconds`` are all logged steps together, ``pause_seconds`` the time that
     checkpoints blocked the ranks; evaluation, start-up and the time between a crash and the resume are in neither.
-    ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all devices, and ``cost`` is those at
-    ``price_per_device_hour``. ``mfu`` counts no recompute. ``heldout`` (loss and accuracy of labels) and
-    ``samples_per_s`` and ``labels`` replace bits per byte and tokens where a sample is not text to go on with.
+    ``labels`` are the ``tokens`` with a loss. ``device_hours`` are ``step_seconds`` and ``pause_seconds`` of all
+    devices, and ``cost`` is those at ``price_per_device_hour``. ``mfu`` counts no recompute. ``heldout`` (loss and
+    accuracy of labels), ``samples_per_s`` and ``labels`` replace bits per byte and tokens where a sample is not text to
+    go on with.
     """
 
     steps: int = 0

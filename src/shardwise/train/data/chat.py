@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ ROLES = ("text", "system", "user", "assistant", "tool", "template")
 """Roles of tokens. A mark is ``2 × index + whether it has a loss``."""
 _ROLE_OF = {"developer": "system", "function": "tool", "ipython": "tool"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -53,12 +55,27 @@ class Rendered:
 class ChatTemplate:
     """A Jinja template, and what it may refer to (``bos_token`` and other special tokens).
 
-    ``ends`` are the tokens that may end a turn: white space after the last of them is not the assistant's.
+    ``ends`` are the tokens that may end a turn: white space after the last of them is not the assistant's. ``date`` is
+    the day that the template takes for today, as ``2026-11-23``; ``None`` is the day on which it is rendered.
     """
 
     template: str
     special: dict[str, str]
     ends: tuple[str, ...] = ()
+    date: str | None = None
+
+    @property
+    def writes_date(self) -> bool:
+        """True if the template may write today's date, as that of Llama 3.1 does."""
+        return "strftime_now" in self.template
+
+    @cached_property
+    def _dated(self) -> str:
+        """The template with its dates written out: transformers gives templates no function of one's own."""
+        if self.date is None:
+            return self.template
+        day = datetime.fromisoformat(self.date)
+        return _TODAY.sub(lambda call: json.dumps(day.strftime(call[2])), self.template)
 
     @cached_property
     def marks_generation(self) -> bool:
@@ -82,7 +99,7 @@ class ChatTemplate:
             texts, spans = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
-                chat_template=self.template,
+                chat_template=self._dated,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=prompt,
                 **self.special,

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +34,11 @@ from shardwise.units import bytes_text, count_text, counted, seconds_text
 _LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
-_PLAIN = {"loss_on": ("auto", "all"), "chat_template": (None,)}  # values that say nothing against plain text
+_PLAIN = {
+    "loss_on": ("auto", "all"),
+    "chat_template": (None,),
+    "date": (None,),
+}  # values that say nothing against plain text
 _Log = Callable[[str], None]
 
 
@@ -106,6 +111,7 @@ class Corpus:
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    date: str | None = None
 
 
 def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) -> Corpus:
@@ -138,7 +144,7 @@ def prepare_corpus(table: DataTable, cache: Path, log: Callable[[str], None]) ->
         [one.name, one.table.text_field, "text_field" in one.table.model_fields_set, one.table.columns]
         for one in sources
     ]
-    rows += [[table.loss_on, table.chat_template, table.bad_rows]]
+    rows += [[table.loss_on, table.chat_template, table.bad_rows, *([] if table.date is None else [table.date])]]
     fingerprint = _hash(json.dumps([_LAYOUT, sides, rows, tokenizer]).encode())
     folder = cache / fingerprint[:16]
     if folder.is_dir():
@@ -360,6 +366,7 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log
         "vocab_size": encoder.tokenizer.vocab_size,
         "separator": encoder.tokenizer.separator,
         "kind": encoder.kind,
+        "date": encoder.date,
         "sources": [one.name for one in readings if one.name],
         "left_out": left_out,
         "left_out_first": [*bad.problems, *building.silent][:MOST_PROBLEMS],
@@ -375,7 +382,14 @@ def _encoder(table: DataTable, kinds: set[Kind], log: _Log) -> Encoder:
         )
     kind = next(iter(kinds)) if len(kinds) == 1 else "messages"
     encoder = Encoder(table.tokenizer, kind, table.chat_template, table.loss_on)
-    if kinds & {"messages", "instruction"} and (length := encoder.parts_of_end()) > 1:
+    rendered = bool(kinds & {"messages", "instruction"})
+    if rendered and encoder.template.writes_date:
+        encoder = replace(encoder, date=table.date or str(date.today()))
+        fixed = "" if table.date else f'; data.date = "{encoder.date}" prepares the same on another day'
+        log(f"the chat template writes today's date, which is {encoder.date} in all conversations{fixed}")
+    elif table.date is not None:
+        raise DataError(f"data.date '{table.date}' does nothing: the chat template writes no date; remove it")
+    if rendered and (length := encoder.parts_of_end()) > 1:
         log(
             f"<|im_end|>, which ends a turn of this chat template, is {length} tokens of data.tokenizer "
             f"'{table.tokenizer}', and none that generation stops at; a template of the model's own may suit it better"

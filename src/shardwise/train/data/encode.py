@@ -39,7 +39,8 @@ class Encoded:
 class Encoder:
     """How documents of one kind become tokens; the names are those of the config.
 
-    ``beside_marked``: other sources of the mixture leave tokens out of the loss, so that all need marks.
+    ``date`` is today for a template that writes it. ``beside_marked``: other sources of the mixture leave tokens out of
+    the loss, so that all need marks.
     """
 
     tokenizer_name: str
@@ -47,6 +48,7 @@ class Encoder:
     chat_template: str | None
     loss_on: LossOn | Literal["auto"]
     beside_marked: bool = False
+    date: str | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -56,7 +58,7 @@ class Encoder:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template."""
-        return self.tokenizer.template(self.chat_template)
+        return replace(self.tokenizer.template(self.chat_template), date=self.date)
 
     @property
     def marked(self) -> bool:

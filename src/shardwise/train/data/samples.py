@@ -61,6 +61,10 @@ class NumberedSamples(Protocol):
         """
         ...
 
+    def num_tokens(self, ids: NDArray[np.int64]) -> int:
+        """Count the tokens of documents in samples, with or without a loss: all inputs but padding."""
+        ...
+
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the text behind the labels of the first ``num_samples`` samples.
 
@@ -110,6 +114,10 @@ class _Piece:
             labels[marks & 1 == 0] = IGNORED
         self._mask(begins, inputs, labels)
         return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+    def num_tokens(self, ids: NDArray[np.int64]) -> int:
+        """Count the tokens of documents in samples; see `NumberedSamples.num_tokens`."""
+        return int(self._lengths[ids].sum())
 
     def label_count(self, num_samples: int | None) -> int:
         """Return the number of labels of the first samples."""
@@ -223,6 +231,7 @@ class IsolatedSamples:
             rows.sort(key=lambda row: int(row[0]))
             self._order, self._rows = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
         self.isolated = True
+        self._tokens = np.append(np.diff(np.append(0, self._lengths[self._order].cumsum())[self._rows]), 0)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -236,6 +245,10 @@ class IsolatedSamples:
     def documents(self, ids: NDArray[np.int64]) -> int:
         """Count the documents (pieces of long ones) in these samples."""
         return int((self._rows[ids + 1] - self._rows[ids]).sum())
+
+    def num_tokens(self, ids: NDArray[np.int64]) -> int:
+        """Count the tokens of documents in samples; see `NumberedSamples.num_tokens`."""
+        return int(self._tokens[ids].sum())
 
     def batch(self, ids: NDArray[np.int64]) -> tuple[dict[str, Tensor], Tensor]:
         """Return inputs with positions, and labels; see `NumberedSamples.batch`."""
@@ -357,6 +370,13 @@ class JoinedSources:
             source = int(self.source_of(number)) if number >= 0 else 0
             rows.append(self.parts[source].batch(np.array([number - self._firsts[source] if number >= 0 else -1])))
         return _pytree.tree_map(lambda *parts: torch.cat(parts), *rows)
+
+    def num_tokens(self, ids: NDArray[np.int64]) -> int:
+        """Count the tokens of documents in samples; see `NumberedSamples.num_tokens`."""
+        real = ids[ids >= 0]
+        sources = self.source_of(real)
+        found = (part.num_tokens(real[sources == at] - self._firsts[at]) for at, part in enumerate(self.parts))
+        return sum(found)
 
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the first samples' labels."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.added_rows import AddedTokens
 from shardwise.errors import ModelError
 from shardwise.model.read import find_blocks
 from shardwise.train.config import Config
@@ -30,10 +31,10 @@ def is_pretrained(task: Task | None, config: Config) -> bool:
     )
 
 
-def pretrained(task: Task, facts: Any, folder: str, log: Callable[[str], None]) -> nn.Module:
+def pretrained(task: Task, facts: Any, folder: str, added: AddedTokens | None, log: Callable[[str], None]) -> nn.Module:
     """Build the model of ``task`` with the weights of ``folder``; say what is new and what was not used.
 
-    Only safetensors are read, and no code of the folder runs.
+    Only safetensors are read, and no code of the folder runs. Rows of ``added`` tokens are the mean of the others.
 
     Raises:
         ModelError: the weights are not of this model: parameters of its blocks are missing, or have other shapes.
@@ -64,6 +65,12 @@ def pretrained(task: Task, facts: Any, folder: str, log: Callable[[str], None]) 
         log(f"{where} lacks {_some(missing)}: trained from random values")
     if unused:
         log(f"{where} also has {_some(unused)}: not used")
+    if added is not None:
+        model.resize_token_embeddings(added.new, mean_resizing=False)
+        with torch.no_grad():
+            for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+                for rows in part.parameters() if part is not None else ():
+                    rows[added.old :] = rows[: added.old].mean(0, dtype=torch.float64)
     trained: nn.Module = model.train()
     return trained
 

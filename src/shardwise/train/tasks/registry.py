@@ -96,8 +96,10 @@ def order_of(data: TaskData, samples: NumberedSamples, config: Config) -> Sample
 
 
 def order_facts(data: TaskData, config: Config) -> dict[str, Any]:
-    """Return what else determines the samples of a run; nothing for a corpus, where the loop knows all."""
-    return {} if isinstance(data, Corpus) else ROW_TASKS[data.task].order_facts(config)
+    """Return what else determines the samples of a run; of a corpus, the date that its chat template wrote."""
+    if isinstance(data, Corpus):
+        return {} if data.date is None else {"data.date": data.date}
+    return ROW_TASKS[data.task].order_facts(config)
 
 
 def example_inputs_of(data: TaskData, config: Config, number: int) -> Any:

@@ -132,6 +132,10 @@ class RowSamples:
         """Return the number of samples."""
         return len(self.rows)
 
+    def num_tokens(self, ids: NDArray[np.int64]) -> int:
+        """Return 0: rates count samples here."""
+        return 0
+
     def batch(self, ids: NDArray[np.int64]) -> Batch:
         """Return inputs and labels; id -1 is an empty sample, without labels."""
         return self.make(self.rows.rows(ids))
