@@ -29,6 +29,19 @@ def verify(*words: str, exit_code: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def test_conversations_whose_short_samples_have_no_label(tmp_path: Path) -> None:
+    """Isolated in a row, so that the model takes a dict; the answers lie beyond the samples that verify compares."""
+    from tests.world.test_added_tokens import base
+
+    folder = base(tmp_path / "base", tied=False)
+    data = {"path": str(tmp_path / "chats.jsonl"), "chat_template": "chatml", "seq_len": 64, "heldout_fraction": 0.0}
+    model = {"config": str(folder), "weights": str(folder), "factory": None}
+    config = str(configs.write_config(tmp_path, model=model, data=data, train={"eval_samples": None}))
+    out, _ = verify(config, "--strategy", "fsdp", "--strategy", "ddp+tp2", "--nproc", "2", "--json")
+    document = json.loads(out.splitlines()[-1])
+    assert [row["status"] for row in document["rows"]] == ["verified", "verified"], document["rows"]
+
+
 def test_the_document_and_the_table(tmp_path: Path) -> None:
     config = str(configs.write_config(tmp_path))
     words = ["--strategy", "fsdp", "--strategy", "ddp", "--strategy", "ddp+tp2", "--nproc", "2", "--json"]

@@ -23,6 +23,7 @@ from shardwise.distributed.process_group import join, leave
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.gradcheck.batches import STEPS, Batch, Data, Key, Reference, global_batch, reference
 from shardwise.gradcheck.compare import TOLERANCE, compare
+from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_loss_sum
 
@@ -153,7 +154,7 @@ def refuse_own_collectives(model: nn.Module, batch: Batch) -> None:
         ModelError: it communicates.
     """
     with _OwnCalls() as recorder:
-        token_loss_sum(model(batch[0]), batch[1]).backward()
+        token_loss_sum(call(model, batch[0]), batch[1]).backward()
     if recorder.names:
         raise ModelError(
             f"the model itself talks to other ranks ({', '.join(sorted(recorder.names))}) in its forward or backward: "

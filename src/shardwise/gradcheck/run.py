@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -96,8 +97,12 @@ class VerifyTask(BaseModel):
 
     @cached_property
     def data(self) -> Data:
-        """Return short samples of the config's data, in the run's own order."""
+        """Return short samples of the config's data, in the run's own order; every token has a loss.
+
+        Those of conversations with one may all lie beyond a short sample.
+        """
         corpus, config = open_corpus(self.corpus), self._short
+        corpus = replace(corpus, train=replace(corpus.train, marks=None))
         samples = samples_for(corpus, config)
         small = self.shrunk.vocab_size
         modulo = small if small is not None and small < corpus.vocab_size else None

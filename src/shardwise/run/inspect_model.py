@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
@@ -85,7 +87,7 @@ def attention_of(module: nn.Module) -> str:
 
 
 def _check_new_rows(config: Config, base: nn.Module, options: AdapterOptions, kind: str, data: TaskData) -> None:
-    """Check that the rows of added tokens are trained.
+    """Check that the rows of added tokens are trained; warn of those that padding of the embedding has a row for.
 
     Raises:
         ModelError: they would stay the mean of the others.
@@ -98,10 +100,11 @@ def _check_new_rows(config: Config, base: nn.Module, options: AdapterOptions, ki
     trained = {name for name, p in base.named_parameters(remove_duplicate=False) if p.requires_grad}
     if kind != "none":
         trained = {*parameters_in_full(base, options.modules_to_save)}
-    frozen = [] if added is None else [name for name in embedding_names(base) if name not in trained]
-    if added is None or not frozen:
+    frozen = [name for name in embedding_names(base) if name not in trained]
+    number = _in_padding(config, data) if added is None and frozen and kind != "none" else 0
+    if not frozen or (added is None and not number):
         return
-    if kind == "none":
+    if added is not None and kind == "none":
         raise ModelError(
             f"data.tokenizer '{config.data.tokenizer}' has {added.count} tokens that are new to model.config, and "
             f"model.freeze {config.model.freeze} freezes their rows in {', '.join(frozen)}; take that out of it"
@@ -109,11 +112,31 @@ def _check_new_rows(config: Config, base: nn.Module, options: AdapterOptions, ki
     first = {id(base.get_parameter(name)): name for name in reversed(embedding_names(base))}  # one name of tied ones
     modules = [name.rpartition(".")[0].rpartition(".")[2] for name in reversed(first.values())]
     given = ", ".join(f'"{name}"' for name in dict.fromkeys([*options.modules_to_save, *modules]))
+    fix = f"set lora.modules_to_save = [{given}], which trains these modules in full"
+    where = f"data.tokenizer '{config.data.tokenizer}' has"
+    if added is None:
+        logging.getLogger("shardwise").warning(
+            f"{where} {number} ids more than the tokenizer of model.config: where they occur, +{kind} freezes rows of "
+            f"{', '.join(frozen)} that were never trained; {fix}"
+        )
+        return
     raise ModelError(
-        f"data.tokenizer '{config.data.tokenizer}' has {added.count} tokens that are new to model.config, and +{kind} "
-        f"freezes their rows in {', '.join(frozen)}; set lora.modules_to_save = [{given}], which trains these modules "
-        f"in full, or name a strategy without +{kind}"
+        f"{where} {added.count} tokens that are new to model.config, and +{kind} freezes their rows in "
+        f"{', '.join(frozen)}; {fix}, or name a strategy without +{kind}"
     )
+
+
+def _in_padding(config: Config, data: TaskData) -> int:
+    """Count the ids that the tokenizer in the model's folder has not, but a padded embedding has rows for."""
+    from shardwise.train.data.tokenizer import load_tokenizer
+
+    folder = Path(str(config.model.config))
+    if config.model.weights is None or not (folder / "tokenizer.json").is_file():
+        return 0
+    try:
+        return max(0, data.vocab_size - load_tokenizer(str(folder)).vocab_size)
+    except ShardwiseError:  # one that is not used need not be readable
+        return 0
 
 
 def adapted_factory(factory: Callable[[], nn.Module], plan: Plan) -> Callable[[], nn.Module]:
