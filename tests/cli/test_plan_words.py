@@ -61,6 +61,37 @@ def test_only_what_runs_is_recommended(capsys: pytest.CaptureFixture[str]) -> No
     assert all(ok != ("zero1+tp" in name or "zero1+pp" in name) for name, ok in runs.items())
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "beside"),
+    [
+        ("llama-3.1-8b", "2xRTX4090", ["adapters (LoRA) only", "adapters on 4-bit weights (QLoRA) only"]),
+        ("llama-3.1-70b", "2x8xH100-SXM", ["another optimizer, adamw8bit", "adapters (LoRA) only"]),
+    ],
+)
+def test_cheaper_trainings_are_named_beside(
+    model: str, cluster: str, beside: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All weights with the state in host memory are recommended; what else people train is a line, with its command."""
+    words = (model, "--cluster", cluster, "--seq-len", "4096", "--global-batch", "64")
+    out, _ = command(capsys, "plan", *words)
+    lines = [line for line in out.splitlines() if line.startswith("cheaper: ")]
+    assert "Use fsdp+offload" in out and all(any(word in line for line in lines) for word in beside)
+    assert all(": shardwise plan " in line for line in lines)
+    document = answer(capsys, *words)
+    assert [f"cheaper: {line}" for line in document["other_trainings"]] == lines
+    best = document["candidates"][document["recommended"]]
+    fastest = {line.split(": ")[1].split(",")[0]: line for line in document["other_trainings"]}
+    for strategy, line in fastest.items():
+        optimizer = "adamw8bit" if "adamw8bit" in line else "adamw"
+        other = answer(capsys, *words, "--strategy", strategy, "--optimizer", optimizer)["candidates"][0]
+        assert other["fits"] and other["runnable"] and other["step_time_s"] < best["step_time_s"]
+    assert not answer(capsys, *words, "--strategy", "fsdp+offload")["other_trainings"], "a pinned plan was asked for"
+
+
+def test_a_plan_that_fits_as_it_is_has_no_cheaper_training(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not answer(capsys, "llama-3.1-8b", "--cluster", "8xA100-80GB")["other_trainings"]
+
+
 @pytest.mark.parametrize(("kind", "row"), [("gpus", "A100-SXM-80GB"), ("models", "llama-3.1-70b")])
 def test_lists(kind: str, row: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = command(capsys, "plan", "--list", kind)

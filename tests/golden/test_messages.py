@@ -70,6 +70,7 @@ OVERRIDES: dict[str, list[str]] = {
     "lora: a table without the strategy": ["parallel.strategy=fsdp", "lora.rank=4"],
     "lora: what does nothing": ["parallel.strategy=ddp+lora", "lora.quant_type=fp4", 'model.freeze=["*"]'],
     "lora: with tensor parallel": ["parallel.strategy=fsdp+tp2+lora"],
+    "DeepSpeed in fp16": ["parallel.strategy=deepspeed-zero2+offload", "parallel.precision=fp16"],
     "lora: with an engine": ["parallel.strategy=deepspeed-zero3+qlora"],
     "lora: rows that cannot be packed": ["parallel.strategy=fsdp+qlora", "lora.rank=1"],
     "betas out of range": ["optimizer.betas=[0.9, 1.5]"],
@@ -234,6 +235,7 @@ IMPORTS = {
     "import of a file that is missing": ["nowhere.json"],
     "import of auto values": [str(RECORDED / "hf-auto.json"), "--nproc", "2"],
     "import of what is not run": [str(RECORDED / "not-run.json"), "--nproc", "4"],
+    "import of fp16 for DeepSpeed": [str(RECORDED / "zero1-fp16.json"), "--nproc", "2"],
     "import of a batch that does not divide": [str(RECORDED / "zero2-bf16.json"), "--nproc", "3"],
     "import that does not say how many ranks": [str(RECORDED / "zero3-nvme.json")],
     "import with words that are no choice": [
@@ -316,6 +318,12 @@ def port_is_in_use(folder: Path, stack: ExitStack) -> list[str]:
 
 def launched_by_half(folder: Path, stack: ExitStack) -> list[str]:
     stack.enter_context(mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "two"}))
+    return []
+
+
+def launched_by_mpiexec_on_two_nodes(folder: Path, stack: ExitStack) -> list[str]:
+    given = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    stack.enter_context(mock.patch.dict(os.environ, given))
     return []
 
 

@@ -106,6 +106,7 @@ class TestRoundTrip:
             "loss_chunks": ("fsdp", {"loss_chunks": 4}),
             "adapter": ("fsdp+lora", {"adapter": AdapterOptions(rank=4, targets=("q_proj",))}),
             "device": ("deepspeed-zero2", {"device": "cuda"}),
+            "objective": ("deepspeed-zero2", {"objective": "dpo"}),
             "nvme_path": ("deepspeed-zero3+nvme", {"nvme_path": "/elsewhere"}),
         }
         refused: dict[str, Plan] = {

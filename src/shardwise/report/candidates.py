@@ -191,6 +191,8 @@ def print_recommendation(
     for sentence in sentences(best, cluster, result):
         console.print(sentence, markup=False)
     console.print(best.plan.batch_equation(), markup=False)
+    for line in result.other_trainings:
+        console.print(f"cheaper: {line}", markup=False)
     for offer in () if best.hours is None else offers(best.hours, cluster, prices):
         console.print(f"  {offer.kind:<9} {money_text(offer.dollars):>9}  {offer.assumption}", markup=False)
 

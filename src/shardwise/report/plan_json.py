@@ -172,6 +172,9 @@ class PlanDocument(Facts):
     offers: list[Offer] = Field(description="what --tokens cost with the recommended plan: on demand, spot and own")
     recommendation: str | None = Field(description="why the recommended plan is recommended")
     advice: list[str] = Field(description="what would fit, if nothing does")
+    other_trainings: list[str] = Field(
+        description="cheaper ones, where the recommended plan offloads or cuts the model"
+    )
     notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 
@@ -218,6 +221,7 @@ def document(
         offers=[*offers(chosen.hours, cluster, prices or Prices())] if chosen is not None and chosen.hours else [],
         recommendation=chosen.plan.reason if chosen else None,
         advice=list(result.advice),
+        other_trainings=list(result.other_trainings),
         notes=list(notes),
         proof=proof,
     )

@@ -28,6 +28,7 @@ from shardwise.units import bytes_text, hours_text, seconds_text
 if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
 
+CHEAPER = 0.9  # of a plan's step time, above which another training is not worth a line
 MOST_NODES = 4096
 SHORTEST = 256
 
@@ -45,6 +46,7 @@ class _Ways:
     limitless_s: float | None
     command: Command | None
     kept: Candidate | None = None
+    is_wanted: Callable[[Candidate, float], bool] = lambda candidate, share: True  # by its share of a step time
 
     def option_text(self, candidate: Candidate, options: Mapping[str, str | None]) -> str:
         """Format a candidate with its bytes, its time and the command that plans it."""
@@ -89,8 +91,26 @@ def search_and_advise(
     if saves_memory:
         found = saving_memory(problem, found)
     if found.recommended is not None:
-        return found
+        best = found.candidates[found.recommended]
+        beside = other_trainings(problem, best, command) if saves_memory and found.optimizer is None else ()
+        return found.model_copy(update={"other_trainings": beside})
     return found.model_copy(update={"advice": advice(problem, found.candidates, shorter, command)})
+
+
+def other_trainings(problem: SearchProblem, best: Candidate, command: Command | None) -> tuple[str, ...]:
+    """Describe cheaper trainings where the recommended plan needs host memory or cuts the model: named, never chosen.
+
+    An optimizer with less state avoids the more complex strategy; adapters take at most `CHEAPER` of its step time.
+    """
+    if problem.pins.strategy is not None or problem.any_plan or complexity(best.plan.parsed)[:2] == (0, 0):
+        return ()
+    limit = None if best.time is None else best.time.step_s
+
+    def is_cheaper(other: Candidate, share: float) -> bool:
+        return limit is None or (other.time is not None and other.time.step_s <= share * limit)
+
+    ways = _Ways(problem, None, command, kept=best, is_wanted=is_cheaper)
+    return (*_other_optimizer(ways), *_adapters(ways))
 
 
 def advice(
@@ -203,7 +223,8 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
         for order, options, flags in (("", {}, {}), *orders(problem)):
             pins = problem.pins.model_copy(update={"options": {**problem.pins.options, **options}})
             found = _best(problem, pins=pins, workload=work)
-            if found is not None and complexity(found.plan.parsed) < limit:
+            simpler = found is not None and complexity(found.plan.parsed) < limit
+            if found is not None and simpler and ways.is_wanted(found, 1.0):
                 beside = f" with {order}" if order else ""
                 option_text = ways.option_text(found, {"--optimizer": name, **flags})
                 yield f"another optimizer, {name}{beside}, fits: {option_text}"
@@ -243,7 +264,7 @@ def _adapters(ways: _Ways) -> Iterator[str]:
                 continue
             wanted = Strategy.model_validate({"base": base, "adapter": adapter, "offload": offload})
             pins = problem.pins.model_copy(update={"strategy": wanted, "dp_replicate": None, "dp_shard": None})
-            if found := _best(problem, pins=pins):
+            if (found := _best(problem, pins=pins)) and ways.is_wanted(found, CHEAPER):
                 text = ways.option_text(found, {"--strategy": str(wanted)})
                 yield f"another training, {words[adapter]} only, fits: {text}"
                 break

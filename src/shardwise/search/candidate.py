@@ -71,6 +71,7 @@ class SearchResult(BaseModel):
     """All candidates, best first; ``recommended`` is an index, ``None`` where nothing fits.
 
     ``optimizer`` is the one that they are planned with, where nothing fits with the one that was asked for.
+    ``other_trainings`` are cheaper, and train something else or otherwise.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -80,3 +81,4 @@ class SearchResult(BaseModel):
     considered: int
     advice: tuple[str, ...] = ()
     optimizer: str | None = None
+    other_trainings: tuple[str, ...] = ()
