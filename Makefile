@@ -6,6 +6,8 @@ READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
 AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
+unexport PYTHONDONTWRITEBYTECODE # each process would compile all modules anew, a second of each
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-fast soak check bench accuracy docs clean
 

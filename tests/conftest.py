@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,9 @@ SERVERS = (
     "shardwise.launch.fork_server",
 )  # live as long as the test process
 os.environ.setdefault("SHARDWISE_HISTORY", "off")  # tests are no runs of this machine
+gc.set_threshold(
+    50_000, 20, 50
+)  # else it looks at everything imported so far again and again while tests are collected
 GRACE_S = 2.0  # for what is on its way out; waited for only where something is left
 
 

@@ -6,8 +6,10 @@ Gradients are compared, in float64, before and after clipping, with ragged label
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,7 +18,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional
 
+from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
+from shardwise.parallel import apply
+from shardwise.parallel.decide import Decision, decide
 from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
@@ -82,6 +87,22 @@ def _loss_sum(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     """PyTorch's own loss: a mistake in Shardwise's must not be on both sides."""
     logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
     return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+@contextmanager
+def decided_once(name: str) -> Iterator[None]:
+    """How a plan is applied to the model ``name`` is decided by the first rank, for all: a fourth of the time.
+
+    Nothing but the model and the plan may count, and the decision holds nothing but names and numbers.
+    """
+
+    def once(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
+        shape = (tuple(sample.shape), sample.dtype) if isinstance(sample, torch.Tensor) else None
+        assert (shape is None) == (sample is None)
+        return kept(("decided", name, plan.model_dump_json(), shape), lambda: decide(module, spec, plan, sample))
+
+    with mock.patch.object(apply, "decide", once):
+        yield
 
 
 def full_gradients(session: Session) -> Gradients:
@@ -178,7 +199,8 @@ def train(case: Case) -> dict[str, Any]:
     session = start(case.plan, receipts=False)
     session.observers.append(watch)
     model = family(case.model, seed=0 if session.ranks.is_main else 7)
-    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
+    with decided_once(case.model):
+        model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
     errors: list[tuple[float, str]] = []
     names: set[str] = set()
     for index, step in enumerate(session.steps(batches)):

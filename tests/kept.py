@@ -21,10 +21,11 @@ def kept(key: tuple[Any, ...], compute: Callable[[], Value]) -> Value:
     if folder is None:  # a script that uses tests' models
         return compute()
     file = Path(folder) / hashlib.sha256(repr(key).encode()).hexdigest()
-    with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait instead of computing the same on the same cores
-        if not file.exists():
-            torch.save(compute(), file.with_suffix(".partial"))
-            file.with_suffix(".partial").rename(file)
+    if not file.exists():
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # others wait instead of computing the same on the same cores
+            if not file.exists():
+                torch.save(compute(), file.with_suffix(".partial"))
+                file.with_suffix(".partial").rename(file)
     found: Value = torch.load(file, weights_only=False)  # a file of our own
     return found

@@ -16,7 +16,7 @@ import torch
 
 from tests.ledger import spent
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.fsdp", "tests.preload"])
+multiprocessing.set_forkserver_preload(["tests.preload"])
 
 
 class WorldError(AssertionError):

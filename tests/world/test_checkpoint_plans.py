@@ -29,7 +29,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.cli.test_checkpoint_command import answer
-from tests.contract import both_here, here
+from tests.contract import both_here, decided_once, here
 from tests.families import VOCAB, configuration, family
 from tests.worlds import run_world
 
@@ -57,7 +57,8 @@ def prepared(name: str, strategy: str, *, buffers: bool = True):
     groups += [{"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
     session = start(plan_for(strategy, dist.get_world_size()), device="cpu", receipts=False)
     ids = torch.arange(LENGTH)[None]
-    return session, *session.prepare(model, torch.optim.AdamW(groups, lr=0.125), ids)
+    with decided_once(f"{name}, buffers {buffers}"):
+        return session, *session.prepare(model, torch.optim.AdamW(groups, lr=0.125), ids)
 
 
 def add_buffers(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.evaluate import evaluate
 from shardwise.train.loss import token_loss_sum
-from tests.contract import CLIP, LENGTH, LIMIT, Still, Watch, gradients_here, reference, worst
+from tests.contract import CLIP, LENGTH, LIMIT, Still, Watch, decided_once, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
 from tests.kept import kept
 from tests.worlds import run_each, run_world
@@ -120,7 +121,8 @@ def train(case: Case, sabotage: str = "") -> Outcome:
     session.observers.append(watch)
     model = family(case.model, layers=case.layers, seed=0 if session.ranks.is_main else 7)
     sabotaged(sabotage)
-    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
+    with nullcontext() if sabotage else decided_once(f"{case.model} of {case.layers} layers"):
+        model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
     errors, calls = [], [0]
     for index, step in enumerate(session.steps(batches)):
         for micro in step:

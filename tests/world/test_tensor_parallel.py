@@ -22,7 +22,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import CLIP, LIMIT, Still, Watch, gradients_here, reference, worst
+from tests.contract import CLIP, LIMIT, Still, Watch, decided_once, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 from tests.kept import kept
 from tests.worlds import run_world
@@ -129,7 +129,11 @@ def error_of(strategy: str, name: str, options: dict[str, Any]) -> float:
 
 
 def errors_of(cases: list[Case]) -> dict[str, float]:
-    return {f"{s} {n} {o}": error_of(s, n, o) for s, n, o in cases}
+    found = {}
+    for strategy, name, options in cases:
+        with decided_once(f"of tensor parallel: {name}"):
+            found[f"{strategy} {name} {options}"] = error_of(strategy, name, options)
+    return found
 
 
 def check(world: int, cases: list[Case]) -> None:

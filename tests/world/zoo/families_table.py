@@ -25,7 +25,8 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import Gradients, Watch, worst
+from tests.contract import Gradients, Watch, decided_once, worst
+from tests.kept import kept
 from tests.world.zoo.exact import Float64
 from tests.world.zoo.families import FAMILIES, LENGTH, VOCAB, family
 from tests.worlds import WorldError, run_world
@@ -86,7 +87,7 @@ def run_plan(name: str, plan: Plan, expected: Gradients) -> Cell:
     session.observers += [watch, probe]
     model = family(name, seed=dist.get_rank())
     try:
-        with Float64():
+        with Float64(), decided_once(f"of the zoo: {name}"):
             model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0), given[0][0])
     except ShardwiseError as error:
         return Cell("refused", str(error).replace(f"{Path.cwd()}/", ""))  # no place of the machine it ran on
@@ -119,7 +120,7 @@ def rows(names: Sequence[str], axes: Sequence[str]) -> dict[str, dict[str, Cell]
     found: dict[str, dict[str, Cell]] = {}
     for name in names:
         try:
-            expected = reference(name)
+            expected = kept(("family of the zoo", name), lambda name=name: reference(name))
         except Exception as error:  # a family that one process cannot train either
             found[name] = {axis: Cell("raw", f"in one process: {_line(error)}") for axis in axes}
             continue
