@@ -119,10 +119,10 @@ class Listener:
         self.job = job
         self.effects = EffectsRecorder(strict=False)
 
-    def begin(self, session: Any, isolation: Any = None, parts: Any = None) -> None:
+    def begin(self, session: Any, isolation: Any = None, parts: Any = None, new_rows: Any = None) -> None:
         self.effects.more.append(TrainingLines(self.job.config, parts))
 
-    def told(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         return {}
 
     def wrote(self, line: dict[str, Any]) -> None: ...
