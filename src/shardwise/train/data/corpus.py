@@ -34,11 +34,8 @@ from shardwise.units import bytes_text, count_text, counted, seconds_text
 _LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
-_PLAIN = {
-    "loss_on": ("auto", "all"),
-    "chat_template": (None,),
-    "date": (None,),
-}  # values that say nothing against plain text
+# values that say nothing against plain text
+_PLAIN = {"loss_on": ("auto", "all"), "chat_template": (None,), "date": (None,)}
 _Log = Callable[[str], None]
 
 
