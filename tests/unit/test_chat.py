@@ -298,7 +298,9 @@ class TestCorpus:
     ) -> None:
         from datetime import date
 
+        from shardwise.train.config import Config
         from shardwise.train.data import corpus as module
+        from shardwise.train.evaluator import Evaluator
         from shardwise.train.tasks.registry import order_facts
 
         class Today(date):
@@ -330,10 +332,29 @@ class TestCorpus:
         assert moved.count("01 Jan 2027") == 2 and other.train.content != here.train.content
         days = [order_facts(one, None)["data.date"] for one in (here, other)]  # type: ignore[arg-type]
         assert days == ["2026-11-23", "2027-01-01"]  # which a refused resume names
+        data = {"path": str(tmp_path / "dated.jsonl"), "seq_len": 96, "chat_template": str(template)}
+        asked = {
+            "data": data,
+            "model": {"factory": "a:b"},
+            "train": {"generate": ["1?"], "generate_tokens": 2, "steps": 1},
+        }
+        asked["train"] |= {"global_batch": 1, "output": "o", "eval_every": 1}
+        writer = Evaluator(Config.model_validate(asked), other, None, None).generator  # type: ignore[arg-type]
+        assert bytes(writer.ids[0]).decode().startswith("01 Jan 2027"), "prompts have the day of the training data"
         fixed, _ = text("b", date="2026-11-23")
         assert fixed == first
         with pytest.raises(DataError, match=r"data\.date '2026-11-23' does nothing: the chat template writes no date"):
             self.prepare(tmp_path, rows, date="2026-11-23")
+        for computed in (
+            "{% set f = '%d %b' %}{{ strftime_now(f) }}",
+            "{% set now = strftime_now %}{{ now('%d %b') }}",
+        ):
+            template.write_text(f"{{% if strftime_now is defined %}}{computed}{{% endif %}}\n{CHATML}")
+            with pytest.raises(DataError, match=r"data\.date '2026-11-23' does nothing: .* a format that is no text"):
+                text("c", date="2026-11-23")
+            text("c")
+            assert "each conversation has the date of its preparation" in "".join(lines)
+            lines.clear()
         with pytest.raises(ValueError, match=r"'date' is '23\.11\.2026', and no day of the calendar"):
             DataTable(path="a", seq_len=8, date="23.11.2026")
 

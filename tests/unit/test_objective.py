@@ -22,7 +22,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
-from shardwise.search.search import SCREEN_SLACK, search
+from shardwise.search.search import LOWER_BOUND_SLACK, search
 
 CLUSTER = parse_cluster("4xA100-80GB")
 WORK = Workload(seq_len=1024, global_batch=16)
@@ -61,7 +61,7 @@ def test_the_reference_is_stored_as_the_policy_without_gradients_and_states(stra
     assert (dpo.gradients, dpo.optimizer) == (lm.gradients, lm.optimizer)
     assert dpo.parameters == 2 * lm.parameters
     assert dpo.allocated >= lm.allocated + lm.parameters, "beside all that the policy needs"
-    assert peak_lower_bound(profile_of(pairs), pairs, WORK) <= dpo.allocated * SCREEN_SLACK
+    assert peak_lower_bound(profile_of(pairs), pairs, WORK) <= dpo.allocated * LOWER_BOUND_SLACK
     moment = max(sum(op.saved + op.temporary for op in unit.ops) for unit in profile_of(pairs).units) * 2 * 4
     assert dpo.activations <= lm.activations + moment, "its forward saves nothing"
 

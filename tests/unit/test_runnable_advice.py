@@ -74,7 +74,7 @@ def test_a_pinned_strategy_runs_or_says_why_not(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_what_is_recommended_or_advised_runs(optimizer: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Plan, str]] = []
-    asked, work = advice._told, Workload(optimizer=optimizer, global_batch=16, seq_len=4096)
+    asked, work = advice._candidate_text, Workload(optimizer=optimizer, global_batch=16, seq_len=4096)
 
     def note(candidate: Candidate, cluster: ClusterSpec) -> str:
         told.append((candidate.plan, optimizer))
@@ -84,7 +84,7 @@ def test_what_is_recommended_or_advised_runs(optimizer: str, machine: str, monke
         told.append((candidate.plan, options.get("--optimizer", optimizer)))
         return ""
 
-    monkeypatch.setattr(advice, "_told", note)
+    monkeypatch.setattr(advice, "_candidate_text", note)
     cluster = parse_cluster(machine)
     for name in ("llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"):
         model = load_profile(name, seq_len=4096)

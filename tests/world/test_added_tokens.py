@@ -237,3 +237,15 @@ def test_models_of_rows_are_resized_too(tmp_path: Path, kind: str) -> None:
     ids = torch.tensor([[1, 64, 66]])
     more = {"decoder_input_ids": ids} if kind == "t5" else {}
     assert found(input_ids=ids, **more).logits.shape == (1, 3, 67)
+
+
+def test_a_vocabulary_in_a_text_config_is_compared_too(tmp_path: Path) -> None:
+    from shardwise.train.model import added_tokens, model_factory
+
+    folder = base(tmp_path / "base", tied=True)
+    text = {"vocab_size": OLD, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    asked = config(folder, "ddp", 1)
+    assert added_tokens(asked, NEW) == AddedTokens(OLD, NEW) and added_tokens(asked, OLD) is None
+    with pytest.raises(ModelError, match=r"vocab_size 257 is smaller than the tokenizer's 260, .* in text_config"):
+        model_factory(asked, NEW)

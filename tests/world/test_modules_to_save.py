@@ -190,6 +190,7 @@ def test_frozen_rows_of_new_tokens_are_refused(tmp_path: Path) -> None:
 def test_the_planner_counts_what_is_trained_in_full(tmp_path: Path) -> None:
     from shardwise.model.load_model import load_profile
     from shardwise.model.lora import AdapterFacts, with_adapters
+    from shardwise.model.trace import trace_module
 
     for name in ("llama-3.1-8b", "llama-3.2-1b"):  # untied, tied
         profile = load_profile(name, seq_len=128)
@@ -201,6 +202,11 @@ def test_the_planner_counts_what_is_trained_in_full(tmp_path: Path) -> None:
         assert more.num_trainable == few.num_trainable + embedding
         heads = [next(op for op in p.units[-1].ops if op.kind == "matmul") for p in (few, more)]
         assert [(op.weight, op.saved > 0) for op in heads] == [(False, False), (True, True)]
+    drawn = family("gpt2")  # its positions have the shape of its embedding, which the head shares
+    add_adapters(drawn, Plan(strategy="ddp+lora", adapter=AdapterOptions(rank=4, modules_to_save=("lm_head",))))
+    facts = AdapterFacts(rank=4, modules_to_save=("lm_head",))
+    planned = with_adapters(trace_module(lambda: family("gpt2"), seq_len=16), "lora", facts=facts)
+    assert planned.num_trainable == sum(p.numel() for p in drawn.parameters() if p.requires_grad)
     folder = base(tmp_path / "base", tied=False)
     jobs = [
         job_of(

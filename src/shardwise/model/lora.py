@@ -17,7 +17,7 @@ weight or two, whatever the samples), bnb's tables of 16 and 256 numbers, paged 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError, did_you_mean
@@ -106,7 +106,7 @@ def with_adapters(
     if problems:
         raise PlanError(*problems)
     units, began = [], False
-    tied = _tied_shapes(profile, facts)
+    tied = _tied_in_full(profile, facts)
     for unit in profile.units:
         adapts = unit.kind == "block" and bool(chosen & set(_linears(unit)))
         units.append(_adapted(unit, kind, facts, chosen) if adapts else _frozen(unit, facts, tied, backward=began))
@@ -169,25 +169,25 @@ def _linears(unit: Unit) -> dict[str, int]:
     return found
 
 
-def _tied_shapes(profile: ModelProfile, facts: AdapterFacts) -> set[tuple[int, ...]]:
-    """Return the shapes of weights that are trained in full and used by another unit, too."""
+def _tied_in_full(profile: ModelProfile, facts: AdapterFacts) -> dict[str, tuple[int, ...]]:
+    """Map the names of weights that are trained in full and used by another unit, too, to their shapes."""
     names = {name for pair in profile.tied for name in pair}
     named = [Weight(name, ()) for name in names]
     if not any(map(facts.trains, named)):
-        return set()
-    return {w.shape for unit in profile.units for w in unit.weights if w.name in names}
+        return {}
+    return {w.name: w.shape for unit in profile.units for w in unit.weights if w.name in names}
 
 
-def _frozen(unit: Unit, facts: AdapterFacts, tied: Collection[tuple[int, ...]], *, backward: bool) -> Unit:
+def _frozen(unit: Unit, facts: AdapterFacts, tied: Mapping[str, tuple[int, ...]], *, backward: bool) -> Unit:
     """Freeze a unit: no weight gradients, and inputs needed only for them are not saved.
 
-    Without ``backward`` nothing before the unit trains, and nothing is saved. Weights that are trained in full, or of a
-    shape of ``tied``, stay as they are.
+    Without ``backward`` nothing before the unit trains, and nothing is saved. Weights that are trained in full, or
+    named in ``tied``, stay as they are.
     """
-    whole = {w.name for w in unit.weights if facts.trains(w) or w.shape in tied}
+    whole = {w.name for w in unit.weights if facts.trains(w) or w.name in tied}
     weights = tuple(_stored(w, facts, trained=w.name in whole) for w in unit.weights)
     own = {w.shape for w in unit.weights}
-    shapes = {w.shape for w in unit.weights if w.name in whole} | {shape for shape in tied if shape not in own}
+    shapes = {w.shape for w in unit.weights if w.name in whole} | {shape for shape in tied.values() if shape not in own}
     sizes = [sorted(shape) for shape in shapes if len(shape) == 2]
 
     def trains(op: Op) -> bool:

@@ -36,7 +36,9 @@ class Evaluator:
             {"heldout_accuracy": accuracy} if self.by_labels else load_metrics(config.train.metrics)
         )
         train = config.train
-        self.generator = Generator(config, data.kind) if train.generate and isinstance(data, Corpus) else None
+        self.generator: Generator | None = None
+        if train.generate and isinstance(data, Corpus):
+            self.generator = Generator(config, data.kind, data.date)
         self.best = None if train.best_metric is None else Best(train.best_metric, train.best_is)
         self.evaluation: Evaluation | None = None
 

@@ -21,7 +21,8 @@ from shardwise.train.session import Session
 class Generator:
     """Continues the prompts of ``train.generate``.
 
-    Conversations are rendered by the chat template, as a user's question; plain prompts are taken as they are. Every
+    Conversations are rendered by the chat template, as a user's question, on the ``date`` that the training data was
+    prepared with; plain prompts are taken as they are. Every
     rank computes the same, so a model may be sharded in any way but over the sequence (+cp).
 
     Raises:
@@ -29,9 +30,10 @@ class Generator:
         DataError: the tokenizer cannot be read.
     """
 
-    def __init__(self, config: Config, kind: str) -> None:
+    def __init__(self, config: Config, kind: str, date: str | None = None) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer)
         self.prompts, self.most = config.train.generate, config.train.generate_tokens
+        self.date = date or config.data.date
         texts = [self._rendered(prompt, config, kind) for prompt in self.prompts]
         self.ids = [[int(one) for one in ids] for ids in self.tokenizer.encode(texts)]
         longest = max(map(len, self.ids)) + self.most
@@ -52,7 +54,7 @@ class Generator:
     def _rendered(self, prompt: str, config: Config, kind: str) -> str:
         if kind not in ("messages", "instruction"):
             return prompt
-        template = replace(self.tokenizer.template(config.data.chat_template), date=config.data.date)
+        template = replace(self.tokenizer.template(config.data.chat_template), date=self.date)
         try:
             return template.render([{"role": "user", "content": prompt}], prompt=True)
         except RowProblem as problem:

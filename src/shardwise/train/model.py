@@ -67,7 +67,8 @@ def model_factory(config: Config, vocab_size: int) -> Callable[[], nn.Module]:
 
 def added_tokens(config: Config, vocab_size: int) -> AddedTokens | None:
     """Return how many ids of the tokenizer have no row in the embedding of ``model.config``; ``None`` without any."""
-    known = getattr(configuration_of(config), "vocab_size", None)
+    facts = configuration_of(config)
+    known = getattr(facts, "vocab_size", None) or getattr(getattr(facts, "text_config", None), "vocab_size", None)
     return None if known is None or known >= vocab_size else AddedTokens(known, vocab_size)
 
 
@@ -75,6 +76,8 @@ def _not_added(added: AddedTokens, config: Config) -> str:
     """Return why the embedding is not resized: it is not read, or the tokenizer is another model's."""
     told = f"vocab_size {added.old} is smaller than the tokenizer's {added.new}"
     where = f"model.config '{config.model.config}': {told}"
+    if getattr(configuration_of(config), "vocab_size", None) is None:
+        return f"{where}, and an embedding whose size is in text_config is not resized; set it to {added.new} or more"
     if config.model.weights is None:
         return f"{where}; set it to {added.new} or more"
     if added.count * MOST_ADDED > added.old:

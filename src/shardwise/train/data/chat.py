@@ -20,6 +20,7 @@ ROLES = ("text", "system", "user", "assistant", "tool", "template")
 _ROLE_OF = {"developer": "system", "function": "tool", "ipython": "tool"}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_ASKS_FOR_TODAY = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -68,6 +69,11 @@ class ChatTemplate:
     def writes_date(self) -> bool:
         """True if the template may write today's date, as that of Llama 3.1 does."""
         return "strftime_now" in self.template
+
+    @property
+    def computes_date(self) -> bool:
+        """True if the template may write a date whose format is none of its literals, and which ``date`` cannot fix."""
+        return "strftime_now" in _ASKS_FOR_TODAY.sub("", _TODAY.sub("", self.template))
 
     @cached_property
     def _dated(self) -> str:

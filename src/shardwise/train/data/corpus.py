@@ -34,11 +34,8 @@ from shardwise.units import bytes_text, count_text, counted, seconds_text
 _LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
 _REPORT_S = 2.0
 _MOST_SKIPPED = 0.1  # share of rows that may be left out
-_PLAIN = {
-    "loss_on": ("auto", "all"),
-    "chat_template": (None,),
-    "date": (None,),
-}  # values that say nothing against plain text
+# values that say nothing against plain text
+_PLAIN = {"loss_on": ("auto", "all"), "chat_template": (None,), "date": (None,)}
 _Log = Callable[[str], None]
 
 
@@ -383,7 +380,15 @@ def _encoder(table: DataTable, kinds: set[Kind], log: _Log) -> Encoder:
     kind = next(iter(kinds)) if len(kinds) == 1 else "messages"
     encoder = Encoder(table.tokenizer, kind, table.chat_template, table.loss_on)
     rendered = bool(kinds & {"messages", "instruction"})
-    if rendered and encoder.template.writes_date:
+    if rendered and encoder.template.computes_date:
+        text = "the chat template writes today's date in a format that is no text of its own"
+        if table.date is not None:
+            raise DataError(
+                f"data.date '{table.date}' does nothing: {text}; write the format where it calls strftime_now, as in "
+                "strftime_now('%d %b %Y'), or remove data.date"
+            )
+        log(f"{text}, so each conversation has the date of its preparation")
+    elif rendered and encoder.template.writes_date:
         encoder = replace(encoder, date=table.date or str(date.today()))
         fixed = "" if table.date else f'; data.date = "{encoder.date}" prepares the same on another day'
         log(f"the chat template writes today's date, which is {encoder.date} in all conversations{fixed}")

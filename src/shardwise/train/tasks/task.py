@@ -49,7 +49,7 @@ class RowReader(Protocol):
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Return what batches need, and what is told about the rows: text by name under ``problem``."""
+        """Return what batches need, and what is told about the rows: text by name under ``told``."""
         ...
 
 
