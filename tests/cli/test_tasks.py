@@ -41,7 +41,7 @@ def test_digits_are_told_apart(digits: tuple[Path, str]) -> None:
     assert "right, loss 0." in page and "samples/s," in page
     for line in SHOWN.splitlines():
         shape = re.escape(line).replace(r"\.\.\.", ".*")
-        shape = re.sub(r"\d[\d.]*(?:\\ k)?", r"[\\d.]+(?: [km])?", shape)
+        shape = re.sub(r"\d[\d.,]*(?:\\ k)?", r"[\\d.,]+(?: [km])?", shape)
         if "images/s" in line:
             shape = shape.partition("images/s")[0] + "images/s"
         assert re.search(shape, said), (line, shape)

@@ -32,6 +32,7 @@ DEEPSPEED: dict[str, Base] = {"deepspeed-zero1": "zero1", "deepspeed-zero2": "ze
 SHARDED: frozenset[Base] = frozenset({"zero2", "fsdp", "hsdp"})
 FLAGS = ("offload", "nvme", "lora", "qlora")
 MOST_DIGITS = 6  # of a degree
+LONGEST = 60  # characters of a strategy that a message repeats
 DEGREES = ("tp", "pp", "cp")
 
 
@@ -139,33 +140,34 @@ def parse_strategy(text: str) -> Strategy:
         PlanError: there are unknown words; names each of them with the nearest known one.
     """
     words = [word.strip().lower() for word in text.split("+")]
+    given = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     problems: list[str] = []
     engine: Engine = "deepspeed" if words[0] in DEEPSPEED else "torch"
     base: str = {**ALIASES, **DEEPSPEED}.get(words[0], words[0])
     full, completed = complete_strategy(text)
     if base not in BASES and completed:
         rule = "auto stands alone" if words[0] == "auto" else f"'{words[0]}' stands beside a strategy"
-        problems.append(f"strategy '{text}': {rule}; write {full}")
+        problems.append(f"strategy '{given}': {rule}; write {full}")
     elif base not in BASES:
         known = [*BASES, *ALIASES, *DEEPSPEED, "auto"]
         hint = did_you_mean(words[0], known)
-        problems.append(f"strategy '{text}': '{words[0]}' is none of {', '.join(BASES)}, auto{hint}")
+        problems.append(f"strategy '{given}': '{words[0]:.40}' is none of {', '.join(BASES)}, auto{hint}")
     degrees: dict[str, int] = {}
     flags: set[str] = set()
-    for word in words[1:]:
+    for word in dict.fromkeys(words[1:]):
         problem = _read_word(word, degrees, flags)
-        problems += [f"strategy '{text}': {problem}"] if problem else []
+        problems += [f"strategy '{given}': {problem}"] if problem else []
     if {"lora", "qlora"} <= flags:
-        problems.append(f"strategy '{text}': +lora and +qlora exclude each other; keep one")
+        problems.append(f"strategy '{given}': +lora and +qlora exclude each other; keep one")
     torch_offload = flags & {"offload", "nvme"} and engine == "torch"
     if not problems and "nvme" in flags and (engine == "torch" or base != "fsdp"):
         problems.append(
-            f"strategy '{text}': only DeepSpeed's ZeRO-3 swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload for "
+            f"strategy '{given}': only DeepSpeed's ZeRO-3 swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload for "
             "host RAM"
         )
     elif not problems and torch_offload and base not in SHARDED:
         problems.append(
-            f"strategy '{text}': PyTorch can offload only sharded parameters (FSDP2's CPUOffloadPolicy), "
+            f"strategy '{given}': PyTorch can offload only sharded parameters (FSDP2's CPUOffloadPolicy), "
             f"and {base} keeps unsharded ones; use zero2+offload or fsdp+offload"
         )
     if problems:
@@ -194,4 +196,4 @@ def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
     if name in DEGREES:
         return f"'+{word}' needs a degree of 1 or more; write +{name}2"
     known = [*FLAGS, *(f"{degree}2" for degree in DEGREES)]
-    return f"'+{word}' is not an option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"
+    return f"'+{word:.40}' is not an option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"
