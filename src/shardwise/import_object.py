@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 import sysconfig
 import traceback
@@ -120,3 +121,8 @@ def raised_text(error: Exception) -> str:
     others = (str(Path(__file__).parent), sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], "<")
     theirs = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
     return f"{text} ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else text
+
+
+def silence_bitsandbytes() -> None:
+    """Suppress bitsandbytes' warning at import, in each rank, about its CPU kernels."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

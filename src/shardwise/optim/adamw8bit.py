@@ -9,7 +9,6 @@ not begin at a multiple of 256 elements, they differ from those of one process.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.local_tensor import local_of
 from shardwise.errors import ConfigError, ModelError
+from shardwise.import_object import silence_bitsandbytes
 from shardwise.plan.optimizers import QUANTISED_BLOCK, QUANTISED_FROM
 
 BLOCK = QUANTISED_BLOCK
@@ -29,11 +29,6 @@ MOMENTS = ("state1", "state2")  # bitsandbytes' names: the mean of gradients, an
 _SCALES = ("absmax1", "absmax2")
 _SLAB = 4096 * BLOCK  # elements that are processed at once
 _KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def silence_bitsandbytes() -> None:
-    """Suppress bitsandbytes' warning at import, in each rank, about its CPU kernels."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

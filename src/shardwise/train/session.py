@@ -26,7 +26,7 @@ from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.optim.in_backward import InBackward
-from shardwise.optim.trial import check_optimizer
+from shardwise.optim.trial import check_flattened, check_optimizer
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.ddp import Replicated
@@ -257,7 +257,7 @@ class Session:
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.engines.deepspeed_engine import apply_deepspeed
 
-            self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, self.ranks)
+            self._applied, self._optimizer = apply_deepspeed(model, optimizer, self._plan, self.ranks, check_flattened)
         else:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)

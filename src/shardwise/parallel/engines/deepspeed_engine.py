@@ -25,7 +25,6 @@ from shardwise.environment import local_rank_told
 from shardwise.errors import ModelError, PlanError, ShardwiseError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
-from shardwise.optim.trial import check_flattened
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.apply import (
     _MARK,
@@ -59,13 +58,17 @@ from shardwise.plan.deepspeed_stages import Location, deepspeed_config, zero_sta
 from shardwise.plan.plan import Plan
 
 Weights = dict[str, torch.Tensor]
+CheckOptimizer = Callable[[Optimizer, nn.Module, Plan, Ranks], None]
 
 
-def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: Ranks) -> tuple[Applied, Optimizer]:
+def apply_deepspeed(
+    module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: Ranks, check_optimizer: CheckOptimizer
+) -> tuple[Applied, Optimizer]:
     """Apply ``plan`` to ``module`` and ``optimizer`` on this rank with DeepSpeed. Collective.
 
     Uses the existing process group. The returned optimizer is the user's own, whose parameters are now
-    DeepSpeed's flat shards: set learning rates on its groups as usual; `Engine.update` steps it.
+    DeepSpeed's flat shards: set learning rates on its groups as usual; `Engine.update` steps it. ``check_optimizer``
+    raises if the optimizer cannot step flattened parameters; it is called on all ranks, ahead of them.
 
     Raises:
         UserError: DeepSpeed is not available.
@@ -84,7 +87,7 @@ def apply_deepspeed(module: nn.Module, optimizer: Optimizer, plan: Plan, ranks: 
             f"start {plan.dims.world_size} ranks or make a new plan"
         )
     deepspeed, device = import_deepspeed(), ranks.device
-    check_flattened(optimizer, module, plan, ranks)
+    check_optimizer(optimizer, module, plan, ranks)
     swap = _ready_to_swap(plan, ranks) if plan.parsed.nvme else None
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none":

@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, ModelError, did_you_mean
+from shardwise.import_object import silence_bitsandbytes
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, dtype_name, find_blocks
-from shardwise.optim.adamw8bit import silence_bitsandbytes
 from shardwise.parallel.lora.quantize import BLOCK, prepare_packing
 from shardwise.parallel.meta_parameters import parameters_on_meta
 from shardwise.parallel.precision import DTYPES

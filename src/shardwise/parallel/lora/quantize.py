@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim.adamw8bit import silence_bitsandbytes
+from shardwise.import_object import silence_bitsandbytes
 from shardwise.plan.lora_options import AdapterOptions
 
 BLOCK = 64
