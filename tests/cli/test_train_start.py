@@ -51,7 +51,7 @@ def test_make_train_says_how_long_it_took(status: int, tmp_path: Path) -> None:
     (tmp_path / "shardwise").write_text(f'#!/bin/sh\necho "shardwise $@"\nexit {status}\n')
     (tmp_path / "shardwise").chmod(0o755)
     (tmp_path / "ready").touch()
-    words = ["make", "train", f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}"]
+    words = ["make", "--no-print-directory", "train", f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}"]
     done = subprocess.run(words, cwd=configs.ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("shardwise train examples/stdlib.toml\n")
     assert (done.returncode == 0) == (status == 0)
