@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 
@@ -12,7 +11,6 @@ _INTERRUPTED = 130
 
 def main() -> None:
     """Import and run the command line; Ctrl-C ends it, and the import, with a sentence and one exit status."""
-    gc.set_threshold(50_000, 20, 50)  # imports make no garbage, and looking for it takes a quarter of their time
     try:
         from shardwise.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""Import a user's ``package.module:name``, and report errors of the user's code in one line."""
+"""Import a user's ``package.module:name``, report errors of the user's code in one line, quiet what imports print."""
 
 from __future__ import annotations
 

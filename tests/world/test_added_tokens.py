@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.added_rows import AddedTokens, RowsAdded
+from shardwise.checkpoint.added_rows import AddedTokens, SourceWithAddedRows
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL
 from shardwise.checkpoint.readers.detect import open_source
@@ -18,12 +18,12 @@ from shardwise.cli.export_model import export_model
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.ownership import ownership_of
-from shardwise.receipts.lines.sample_lines import new_rows_line
+from shardwise.receipts.lines.sample_lines import added_rows_line
 from shardwise.run.job import Job, prepare_job
 from shardwise.run.run_summary import keep_job
 from shardwise.train.config import Config
 from shardwise.train.data.tokenizer import save_tokenizer
-from shardwise.train.new_rows import NewRows
+from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from tests.contract import full
 from tests.families import configuration
 from tests.world.test_resume import _Listener
@@ -85,7 +85,7 @@ def job_of(config: Config) -> Job:
     return job
 
 
-def prepared(text: str) -> tuple[dict[str, torch.Tensor], NewRows | None]:
+def prepared(text: str) -> tuple[dict[str, torch.Tensor], AddedRowsMeasurement | None]:
     """The embedding and the head as training begins, of those that this rank holds, and what is said of them."""
     from shardwise.distributed.process_group import join
     from shardwise.train.data.corpus import open_corpus
@@ -101,7 +101,7 @@ def prepared(text: str) -> tuple[dict[str, torch.Tensor], NewRows | None]:
     named = {n if home is None else home.canonical(n): p for n, p in named.items()}
     found = {name: full(p.detach()).clone() for name, p in named.items() if name in (EMBEDDING, HEAD)}
     session.close()
-    return found, run.new_rows
+    return found, run.added_rows
 
 
 def trained(text: str) -> None:
@@ -119,7 +119,7 @@ def test_any_part_of_a_resized_tensor(tmp_path: Path) -> None:
     torch.manual_seed(0)
     full = {"embed": torch.randn(OLD, 6), "bias": torch.randn(OLD), "other": torch.randn(OLD, 4)}
     save_file(full, tmp_path / "model.safetensors")
-    with RowsAdded(open_source(str(tmp_path)), ["embed", "bias", "absent"], AddedTokens(OLD, NEW)) as source:
+    with SourceWithAddedRows(open_source(str(tmp_path)), ["embed", "bias", "absent"], AddedTokens(OLD, NEW)) as source:
         assert {name.removeprefix(MODEL): info.shape[0] for name, info in source.tensors.items()} == {
             "embed": NEW, "bias": NEW, "other": OLD
         }  # fmt: skip
@@ -151,13 +151,13 @@ def test_every_strategy_begins_with_the_same_rows(tmp_path: Path, tied: bool) ->
             for name, value in found.items():
                 torch.testing.assert_close(value, widened(stored[name]), rtol=1e-6, atol=1e-8)
                 seen.add(name)
-            assert rows is not None and new_rows_line(rows).ok is True, strategy
+            assert rows is not None and added_rows_line(rows).ok is True, strategy
         assert seen == names, strategy
 
 
 def test_rows_that_are_not_the_mean_are_seen() -> None:
     for distance, ok in ((0.0, True), (0.003, True), (0.2, False), (None, None)):
-        assert new_rows_line(NewRows(AddedTokens(OLD, NEW), (EMBEDDING,), distance)).ok is ok
+        assert added_rows_line(AddedRowsMeasurement(AddedTokens(OLD, NEW), (EMBEDDING,), distance)).ok is ok
 
 
 def test_from_new_tokens_to_a_folder_that_transformers_loads(

@@ -26,6 +26,7 @@ from shardwise.run.start import start
 from shardwise.train.config import OptimizerTable, read_config
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.optimizer import build_optimizer
+from shardwise.train.run_interface import RunStart
 from shardwise.train.training_options import TrainingOptions
 from shardwise.train.training_parts import TrainingLoss, TrainingParts
 from tests.cli import configs
@@ -119,8 +120,8 @@ class Listener:
         self.job = job
         self.effects = EffectsRecorder(strict=False)
 
-    def begin(self, session: Any, isolation: Any = None, parts: Any = None, new_rows: Any = None) -> None:
-        self.effects.more.append(TrainingLines(self.job.config, parts))
+    def begin(self, session: Any, start: RunStart) -> None:
+        self.effects.more.append(TrainingLines(self.job.config, start.parts))
 
     def log_fields(self) -> dict[str, Any]:
         return {}

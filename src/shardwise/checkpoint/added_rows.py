@@ -1,4 +1,4 @@
-"""`RowsAdded`: weights with more rows in the embedding and the head than their file has, for tokens that are new.
+"""Weights with more rows in the embedding and the head than their file has, for added tokens.
 
 New rows are the mean of the file's (Hewitt 2021, "Initializing new word embeddings for pretrained language models"), a
 pure function of the file: the same on every rank and under every strategy.
@@ -71,10 +71,10 @@ def open_with_rows(place: str | Folder, module: nn.Module, added: AddedTokens | 
         UserError: there are no such weights.
     """
     source = open_source(place)
-    return source if added is None else RowsAdded(source, embedding_names(module), added)
+    return source if added is None else SourceWithAddedRows(source, embedding_names(module), added)
 
 
-class RowsAdded:
+class SourceWithAddedRows:
     """A `Source` whose ``names`` with `AddedTokens.old` rows have the new number; all else is ``inner``'s."""
 
     def __init__(self, inner: Source, names: Collection[str], added: AddedTokens) -> None:

@@ -149,7 +149,7 @@ def _serve(connection: socket.socket) -> None:
             return
         request = json.loads(message)
         if "import" in request:
-            gc.disable()  # imports make no garbage, and looking for it takes a fifth of their time
+            gc.disable()  # imports make no garbage; looking for it took 16 % of torch's and transformers'
             for name in request["import"]:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)

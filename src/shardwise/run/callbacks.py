@@ -25,18 +25,16 @@ from shardwise.receipts.drift import DriftRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
-from shardwise.receipts.lines.sample_lines import isolation_line, new_rows_line, packed_line
+from shardwise.receipts.lines.sample_lines import added_rows_line, isolation_line, packed_line
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.data.isolation import Isolation
 from shardwise.train.metrics import logged_losses
-from shardwise.train.new_rows import NewRows
 from shardwise.train.run_files import RunFile, replace_file
+from shardwise.train.run_interface import RunStart
 from shardwise.train.session import Session
 from shardwise.train.tasks.registry import noun_of, num_outputs, open_data
 from shardwise.train.trackers import Trackers, open_trackers
-from shardwise.train.training_parts import TrainingParts
 
 
 class RunRecorder:
@@ -73,20 +71,13 @@ class RunRecorder:
 
     # called by the loop
 
-    def begin(
-        self,
-        session: Session,
-        isolation: Isolation | None = None,
-        parts: TrainingParts | None = None,
-        new_rows: NewRows | None = None,
-    ) -> None:
+    def begin(self, session: Session, start: RunStart) -> None:
         """Called before the first step, with the model built and the checkpoint loaded."""
-        if parts is not None:
-            self.effects.more.append(TrainingLines(self.job.config, parts))
-        if isolation is not None:
-            self.effects.notes += (isolation_line(isolation),)
-        if new_rows is not None:
-            self.effects.notes += (new_rows_line(new_rows),)
+        self.effects.more.append(TrainingLines(self.job.config, start.parts))
+        if start.isolation is not None:
+            self.effects.notes += (isolation_line(start.isolation),)
+        if start.added_rows is not None:
+            self.effects.notes += (added_rows_line(start.added_rows),)
         if session.ranks.is_main:
             self.trackers = open_trackers(self.job.config, session.steps_done, self.log)
         if self.sampler is not None:

@@ -52,7 +52,7 @@ def look(config: Config, draft: Plan, kind: str, data: TaskData) -> ModelInspect
     factory = model_factory(config, data.vocab_size)
     with users_code(_key("model", config.model.factory, config.model.config)):
         base = module = build(factory, config.train.seed, real=False)
-        _check_new_rows(config, base, draft.adapter or AdapterOptions(), kind, data)
+        _check_added_rows(config, base, draft.adapter or AdapterOptions(), kind, data)
         if kind != "none":
             options = draft.adapter or AdapterOptions()
             check_adapters(base, options, kind, draft.device)
@@ -86,7 +86,7 @@ def attention_of(module: nn.Module) -> str:
     return str(getattr(getattr(module, "config", None), "_attn_implementation", None) or "")
 
 
-def _check_new_rows(config: Config, base: nn.Module, options: AdapterOptions, kind: str, data: TaskData) -> None:
+def _check_added_rows(config: Config, base: nn.Module, options: AdapterOptions, kind: str, data: TaskData) -> None:
     """Check that the rows of added tokens are trained; warn of those that padding of the embedding has a row for.
 
     Raises:

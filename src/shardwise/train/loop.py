@@ -41,14 +41,14 @@ from shardwise.train.data.samples import (
 )
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
+from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
-from shardwise.train.new_rows import NewRows
 from shardwise.train.noise import EmbeddingNoise, embedding_name
 from shardwise.train.optimizer import build_optimizer, learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.run_files import RunFile
-from shardwise.train.run_interface import Outcome, Reporter, RunCallback, StepWindow
+from shardwise.train.run_interface import Outcome, Reporter, RunCallback, RunStart, StepWindow
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
 from shardwise.train.tasks.own_loss import loss_of
@@ -91,7 +91,7 @@ class TrainingRun:
         self.tokens = self.labels = 0
         self.last_loss = math.nan
         self.adapter_facts: dict[str, Any] = {}
-        self.new_rows: NewRows | None = None
+        self.added_rows: AddedRowsMeasurement | None = None
         self.noise: EmbeddingNoise | None = None
         self.average: WeightAverage | None = None
         self.extends = False  # goes on from the end of a run of fewer steps
@@ -129,7 +129,7 @@ class TrainingRun:
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
         if self.recorder is not None:
-            self.recorder.begin(self.session, self._isolation(), self.parts, self.new_rows)
+            self.recorder.begin(self.session, RunStart(self.parts, self._isolation(), self.added_rows))
         metrics = None
         if self.is_main:
             also = None if self.recorder is None else self.recorder.wrote
@@ -179,7 +179,7 @@ class TrainingRun:
         weights = None
         if strict and base is None:
             weights = open_with_rows(str(config.model.weights), model, added)
-        rows = None if added is None else NewRows.of(model, added)
+        rows = None if added is None else AddedRowsMeasurement.of(model, added)
         sample = example_inputs_of(self.corpus, config, self.micro_batch)
         optimizer = build_optimizer(model.parameters(), config.optimizer, model)
         alpha = config.train.neftune_alpha
@@ -193,7 +193,7 @@ class TrainingRun:
             with weights:
                 load_weights(self.session.module, weights, verify=config.checkpoint.verify, collective=True)
         if rows is not None:
-            self.new_rows = rows.measured(self.session)
+            self.added_rows = rows.measured(self.session)
         if config.train.ema_decay:
             self.average = WeightAverage(config.train.ema_decay, self.session.module)
             self.session.observers.insert(0, self.average)  # receipts look at it afterwards

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import MachineError
+from shardwise.train.run_files import replace_file
 
 
 class MetricsFile:
@@ -20,9 +21,7 @@ class MetricsFile:
     def __init__(self, path: Path, after_step: int, also: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._also = also
         kept = [line for line in read_metrics(path) if line["step"] <= after_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file: TextIO = path.open("a")
 
     def write(self, **values: Any) -> None:

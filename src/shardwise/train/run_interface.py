@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from shardwise.train.best import Best
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.evaluate import Evaluation
-from shardwise.train.new_rows import NewRows
+from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.session import Session
 from shardwise.train.training_parts import TrainingParts
 
@@ -37,21 +37,24 @@ class Reporter(Protocol):
         """Stop reporting: there are no more steps."""
 
 
+@dataclass(frozen=True)
+class RunStart:
+    """What training begins with.
+
+    ``parts`` are what the config's options add; ``isolation`` is what was measured where documents share samples and
+    must not see each other; ``added_rows`` are those of added tokens.
+    """
+
+    parts: TrainingParts
+    isolation: Isolation | None = None
+    added_rows: AddedRowsMeasurement | None = None
+
+
 class RunCallback(Protocol):
     """Callback during a run, on every rank."""
 
-    def begin(
-        self,
-        session: Session,
-        isolation: Isolation | None = None,
-        parts: TrainingParts | None = None,
-        new_rows: NewRows | None = None,
-    ) -> None:
-        """Called before the first step, with the model built and the checkpoint loaded.
-
-        ``isolation`` is what was measured where documents share samples and must not see each other; ``parts`` are
-        what the config's options add; ``new_rows`` are those of added tokens, as training begins with them.
-        """
+    def begin(self, session: Session, start: RunStart) -> None:
+        """Called before the first step, with the model built and the checkpoint loaded."""
 
     def log_fields(self) -> dict[str, Any]:
         """Return additional values for a logged line, on rank 0."""

@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.receipts.receipt import Line
 from shardwise.train.data.isolation import Isolation
-from shardwise.train.new_rows import NewRows
+from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.session import Session
 from shardwise.train.step import Micro
 
@@ -67,7 +67,7 @@ def isolation_line(found: Isolation) -> Line:
     return Line(name=PACKED, planned="isolated", found=found_text, ok=found.ok)
 
 
-def new_rows_line(found: NewRows) -> Line:
+def added_rows_line(found: AddedRowsMeasurement) -> Line:
     """Report whether the rows of added tokens began as the mean of the others."""
     planned = f"{found.added.count} rows, the mean of the other {found.added.old}"
     if found.distance is None:

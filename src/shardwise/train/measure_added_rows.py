@@ -17,7 +17,7 @@ from shardwise.train.session_interface import TrainingSession
 
 
 @dataclass(frozen=True)
-class NewRows:
+class AddedRowsMeasurement:
     """Rows of ``added`` tokens in the parameters ``names``.
 
     ``distance`` is the farthest that one is from the mean of the other rows, relative to the mean's largest element;
