@@ -84,6 +84,7 @@ def test_preview_as_a_page_and_for_programs(tmp_path: Path, monkeypatch: pytest.
     assert found["packing"] == "isolated" and found["truncation"]["truncated"] > 0
     assert found["roles"]["assistant"][1] > 0
     assert len(found["documents_shown"]) == 3
+    assert all(not part["trained"] for parts in found["documents_shown"] for part in parts if part["cut"])
     text = page.read_text()
     trained = [part["text"] for parts in found["documents_shown"] for part in parts if part["trained"]]
     assert text.count("<mark") == len(trained) > 0 and "<script" not in text and "http://" not in text

@@ -13,6 +13,7 @@ from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate, marks, prompt_and_completion
 from shardwise.train.data.corpus import prepare_corpus
 from shardwise.train.data.documents import Document, RowProblem, columns_of, conversation, document
+from shardwise.train.data.samples import IsolatedSamples
 
 # Templates in their published form: written anew, the text that they render is the format's.
 LLAMA3 = (
@@ -214,8 +215,8 @@ class TestCorpus:
         text = bytes(corpus.train.tokens[: corpus.train.starts[1]].astype("uint8")).decode()
         found = "".join(letter for letter, mark in zip(text, corpus.train.marks, strict=False) if mark & 1)
         assert found == "One.<|im_end|>Two.<|im_end|>"
-        assert corpus.train.roles()["assistant"] == (56, 56)
-        assert corpus.train.roles()["user"] == (16, 0) and corpus.train.roles()["system"] == (18, 0)
+        roles = IsolatedSamples(corpus.train, 512, corpus.separator).roles()
+        assert roles["assistant"] == (56, 56) and roles["user"] == (16, 0) and roles["system"] == (18, 0)
         assert "rows are conversations in column 'messages'" in lines
 
     def test_prompts_end_with_the_separator_and_learn_it(self, tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from shardwise.errors import DataError
 from shardwise.receipts.lines.sample_lines import isolation_line
+from shardwise.report.sample_preview import parts_of, terminal_text
 from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
+from shardwise.train.data.data_receipt import data_receipt
 from shardwise.train.data.documents import Document, columns_of
 from shardwise.train.data.isolation import Isolation
 from shardwise.train.data.packing import pieces_of
@@ -153,9 +155,64 @@ def test_a_long_plain_document_goes_on_beside_conversations(tmp_path: Path) -> N
     assert IsolatedSamples(text, 64, corpus.separator).label_count(None) == len(text.tokens) - 1 == 1000
     cuts = pieces_of(corpus.train, 64).truncation
     assert (cuts.documents, cuts.truncated, cuts.lost) == (2, 1, 0)
-    assert corpus.train.roles()["assistant"][1] - cuts.tokens_lost == IsolatedSamples(
-        chats, 64, corpus.separator
-    ).label_count(None)
+    whole, cut = (IsolatedSamples(chats, length, corpus.separator) for length in (999, 64))
+    assert whole.roles()["assistant"][1] - cuts.tokens_lost == cut.label_count(None) == cut.roles()["assistant"][1]
+
+
+def configured(corpus_of: dict[str, Any], **data: Any) -> Config:
+    table = {"chat_template": "chatml", "heldout_fraction": 0.0, "seq_len": 64} | corpus_of | data
+    return Config.model_validate(
+        {"model": {"config": "."}, "data": table, "train": {"epochs": 1, "global_batch": 1, "micro_batch": 1}}
+    )
+
+
+@pytest.mark.parametrize("pack", ["isolated", "none", "joined"])
+@pytest.mark.parametrize("mask_borders", [False, True])
+def test_what_is_told_of_the_data_is_what_steps_train_on(tmp_path: Path, pack: str, mask_borders: bool) -> None:
+    rows = [chat("q", "a" * 199), chat("q" * 150, "lost"), chat("q" * 20, "short"), chat("q", "b" * 40)]
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "long.txt").write_text("".join(f"{i:04d} " for i in range(40)))
+    sources = {"sources": [{"path": lines(tmp_path / "rows.jsonl", rows)}, {"path": str(notes)}]}
+    borders = {"mask_borders": True} if mask_borders and pack == "joined" else {}
+    config = configured(sources, pack=pack, seq_len=128, **borders)
+    corpus = prepare_corpus(config.data, tmp_path / "cache", lambda _: None)
+    samples = samples_for(corpus, config)
+    ids = np.arange(len(samples))
+    labels = samples.batch(ids)[1]
+    trained = int((labels != IGNORED).sum())
+    receipt = data_receipt(corpus, config)
+    assert sum(one for _, one in receipt.roles.values()) == trained
+    assert receipt.trained_share == trained / samples.num_tokens(ids)
+    parts = [part for number in range(5) for part in parts_of(corpus, load_tokenizer("bytes"), number, config)]
+    shown = "".join(part.text for part in parts if part.trained)
+    assert shown.count("b") == 40 and shown.count("short<|im_end|>") == 1 and shown.count("0039 ") == 1
+    kept = int((labels == ord("a")).sum())
+    assert shown.count("aa") == kept // 2 and ("lost" in shown) == (pack == "joined")
+    told = [line for line in receipt.lines() if "cut off by data.seq_len" in line]
+    if pack == "joined":
+        assert not told and not any(part.cut for part in parts) and "✂" not in terminal_text(parts).plain
+        return
+    cut = "".join(part.text for part in parts if part.cut)
+    assert cut.count("a" * (199 - kept)) == cut.count("lost") == 1 and terminal_text(parts).plain.count("✂") == 1
+    lost = 199 - kept + len("<|im_end|>lost<|im_end|>")
+    assert "1 of them lost every label and are left out" in told[0]
+    assert told[0].endswith(f"({lost} of {trained + lost} tokens with a loss are cut off by data.seq_len)")
+
+
+def test_a_length_that_cuts_every_label_is_named(tmp_path: Path) -> None:
+    given = {"path": lines(tmp_path / "rows.jsonl", [chat("q" * 150, "lost"), chat("q" * 200, "lost")])}
+    for pack in ("isolated", "none"):
+        config = configured(given, pack=pack)
+        corpus = prepare_corpus(config.data, tmp_path / "cache", lambda _: None)
+        with pytest.raises(DataError) as found:
+            samples_for(corpus, config)
+        assert str(found.value).startswith("data.seq_len = 64 cuts off every token with a loss"), found.value
+        enough = int(str(found.value).split("set data.seq_len to ")[1].split()[0])
+        one = samples_for(corpus, configured(given, pack=pack, seq_len=enough))
+        assert int((one.batch(np.array([0]))[1] != IGNORED).sum()) == 1
+        with pytest.raises(DataError, match="cuts off every token"):
+            samples_for(corpus, configured(given, pack=pack, seq_len=enough - 1))
 
 
 def test_heldout_documents_of_their_own_become_samples(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardwise.errors import ConfigError
+from shardwise.run.checks import check_samples
 from shardwise.train.config import Config, read_config
 from shardwise.train.config_data import DataTable
 from shardwise.train.data.corpus import prepare_corpus
@@ -93,8 +95,8 @@ class TestConfig:
         config = self.config(tmp_path, heldout_fraction=0.1)
         corpus = prepare_corpus(config.data, tmp_path / "cache", lambda line: None)
         assert corpus.sources == ("chats", "notes") and corpus.kind == "messages"
-        assert corpus.train.roles()["text"][0] == corpus.train.roles()["text"][1] > 0
         samples = samples_for(corpus, config)
+        assert samples.roles()["text"][0] == samples.roles()["text"][1] > 0
         assert isinstance(samples, JoinedSources) and samples.isolated
         inputs, labels = samples.batch(np.array([0, samples.sizes[0], -1]))
         assert inputs["input_ids"].shape == inputs["position_ids"].shape == labels.shape == (3, 64)
@@ -105,9 +107,40 @@ class TestConfig:
             assert samples.is_right(number, inputs["input_ids"][row], inputs["position_ids"][row], labels[row])
         receipt = data_receipt(corpus, config)
         assert receipt.sources["chats"][1] == 0.75
-        assert any(line.startswith("notes: 25.00% of the stream") for line in receipt.lines())
+        lines = [*receipt.lines()]
+        assert any(line.startswith("notes: 25.00% of the stream") for line in lines)
+        assert lines[1].startswith(f"{receipt.documents} documents; "), "notes are no conversations"
         held = samples_for(corpus, config, heldout=True)
         assert len(held) >= 2  # each source keeps some
+
+    def test_the_best_metric_is_one_that_will_be_measured(self, tmp_path: Path) -> None:
+        def check(best: str, *, metrics: tuple[str, ...] = ("own:exact_match",), **keys: Any) -> str:
+            data = {key: keys.pop(key) for key in ("heldout_fraction", "heldout_path") if key in keys}
+            model = {key: keys.pop(key) for key in ("loss",) if key in keys}
+            config = self.config(tmp_path, **data)
+            train = {"epochs": 1, "global_batch": 2, "eval_every": 1, "best_metric": best, "metrics": [*metrics]} | keys
+            tables = {"model": {"config": "."} | model, "data": config.data.model_dump(exclude_unset=True)}
+            config = Config.model_validate(tables | {"train": train})
+            try:
+                check_samples(config, prepare_corpus(config.data, tmp_path / "cache", lambda line: None))
+            except ConfigError as error:
+                return str(error)
+            return ""
+
+        assert not check("heldout_loss/notes") and not check("heldout_loss", metrics=())
+        assert not check("heldout_bits_per_byte") and not check("exact_match", best_is="highest")
+        known = "heldout_loss, heldout_bits_per_byte, exact_match, heldout_loss/chats, heldout_loss/notes"
+        assert check("heldout_loss/note") == (
+            "train.best_metric 'heldout_loss/note' is not measured (did you mean 'heldout_loss/notes'?); known here: "
+            + known
+        )
+        assert check("heldout_accuracy").endswith(known) and "not measured" in check("exact", metrics=())
+        assert "set train.best_is='highest', or 'lowest'" in check("exact_match"), "0 of 10 would be the best"
+        (tmp_path / "held.txt").write_text("held out, " * 9)
+        held = {"heldout_path": str(tmp_path / "held.txt")}
+        assert not check("heldout_loss", **held) and "known here: heldout_loss, " in check("heldout_loss/notes", **held)
+        own = {"loss": "own:loss", "metrics": ()}
+        assert not check("heldout_accuracy", best_is="highest", **own) and check("heldout_bits_per_byte", **own)
 
     def test_text_beside_completions_needs_no_template(self, tmp_path: Path) -> None:
         (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
@@ -115,10 +148,11 @@ class TestConfig:
         sources = [{"path": str(tmp_path / name)} for name in ("pairs.jsonl", "note.txt")]
         table = DataTable.model_validate({"sources": sources, "seq_len": 16, "heldout_fraction": 0.0})
         corpus = prepare_corpus(table, tmp_path / "cache", lambda line: None)
-        assert [mark & 1 for mark in corpus.train.marks][:5] == [0, 0, 0, 0, 1] and corpus.train.roles()["text"] == (
-            14,
-            14,
+        assert [mark & 1 for mark in corpus.train.marks][:5] == [0, 0, 0, 0, 1]
+        config = Config.model_validate(
+            {"model": {"config": "."}, "data": table, "train": {"steps": 1, "global_batch": 2}}
         )
+        assert samples_for(corpus, config).roles()["text"] == (13, 13), "all but the first, which nothing predicts"
 
     def test_without_weights_an_epoch_has_every_sample_once(self, tmp_path: Path) -> None:
         config = self.config(tmp_path, [None, None])

@@ -361,9 +361,15 @@ def test_a_hostile_sample_is_text():
 
 
 def test_a_sample_keeps_its_spaces_and_says_what_has_a_loss():
-    parts = [MarkedText("a  b\n", "user", False), MarkedText("  c", "assistant", True)]
+    parts = [
+        MarkedText("a  b\n", "user", False),
+        MarkedText("  c", "assistant", True),
+        MarkedText("d", "user", False, True),
+    ]
     page = html_page("t", [], [("document 0", parts)])
-    assert '<pre><span class="user">a  b\n</span><mark class="assistant">  c</mark></pre>' in page
+    assert (
+        '<pre><span class="user">a  b\n</span><mark class="assistant">  c</mark><del class="user">d</del></pre>' in page
+    )
 
 
 def test_the_package_contains_every_file_it_reads():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -43,14 +44,15 @@ def run_data_preview(
         raise DataError(f"--from {first}: there are {total} training documents, from 0 to {total - 1}")
     tokenizer = load_tokenizer(read.data.tokenizer)
     shown = [
-        (f"document {number} of {total}", parts_of(corpus, tokenizer, number))
+        (f"document {number} of {total}", parts_of(corpus, tokenizer, number, read))
         for number in range(first, min(first + rows, total))
     ]
     for number, line in enumerate(receipt.lines()):
         console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
     if not as_json:
         for name, parts in shown:
-            console.print(f"{name}; «with a loss»:", style="bold")
+            cut = "; after ✂ cut off by data.seq_len" if any(part.cut for part in parts) else ""
+            console.print(f"{name}; «with a loss»{cut}:", style="bold")
             console.print(terminal_text(parts))
     if html is not None:
         try:
@@ -59,5 +61,5 @@ def run_data_preview(
             raise UserError(f"--html '{html}' cannot be written: {error.strerror}; give another path") from None
         console.print(f"page: {html}", markup=False)
     if as_json:
-        documents = [[{"text": p.text, "role": p.role, "trained": p.trained} for p in parts] for _, parts in shown]
+        documents = [[asdict(part) for part in parts] for _, parts in shown]
         print(json.dumps({"schema": 1, **receipt.to_dict(), "documents_shown": documents}))

@@ -10,8 +10,10 @@ import numpy as np
 from rich.text import Text
 
 from shardwise.report.html.text import rendered
+from shardwise.train.config import Config
 from shardwise.train.data.chat import ROLES
 from shardwise.train.data.corpus import Corpus
+from shardwise.train.data.packing import PLAIN
 from shardwise.train.data.tokenizer import Tokenizer
 
 _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "yellow", "template": "bright_black"}
@@ -19,37 +21,50 @@ _COLOURS = {"system": "magenta", "user": "blue", "assistant": "green", "tool": "
 
 @dataclass(frozen=True)
 class MarkedText:
-    """Text of consecutive tokens of one role, with or without a loss."""
+    """Text of consecutive tokens of one role, with or without a loss; ``cut``: in no sample."""
 
     text: str
     role: str
     trained: bool
+    cut: bool = False
 
 
-def parts_of(corpus: Corpus, tokenizer: Tokenizer, document: int) -> list[MarkedText]:
+def parts_of(corpus: Corpus, tokenizer: Tokenizer, document: int, config: Config) -> list[MarkedText]:
     """Return a document of the training side as it is trained on, from its tokens.
 
-    The first token of a document is never a label: nothing stands before it.
+    The first token of a document is never a label: nothing stands before it. A conversation is cut where
+    `packing.pieces_of` cuts it, and is in no sample if no label is left.
     """
     tokens = corpus.train
     begin, end = int(tokens.starts[document]), int(tokens.starts[document + 1])
     ids = np.asarray(tokens.tokens[begin:end])
-    plain = 2 * ROLES.index("text") + 1
-    marks = np.full(len(ids), plain, np.uint8) if tokens.marks is None else np.array(tokens.marks[begin:end])
+    marks = np.full(len(ids), PLAIN, np.uint8) if tokens.marks is None else np.array(tokens.marks[begin:end])
+    kept = len(ids)
+    if config.packing(corpus.kind) != "joined" and marks[0] != PLAIN:
+        kept = config.data.seq_len + 1
+        kept = kept if (marks[1:kept] & 1).any() else 0
     marks[:1] &= 0xFE
+    marks[kept:] &= 0xFE
     found = []
-    for mark, group in groupby(range(len(ids)), key=lambda index: int(marks[index])):
+    for (mark, cut), group in groupby(range(len(ids)), key=lambda index: (int(marks[index]), index >= kept)):
         run = list(group)
-        found.append(MarkedText(tokenizer.decode(ids[run[0] : run[-1] + 1]), ROLES[mark // 2], bool(mark & 1)))
+        found.append(MarkedText(tokenizer.decode(ids[run[0] : run[-1] + 1]), ROLES[mark // 2], bool(mark & 1), cut))
     return found
 
 
 def terminal_text(parts: Iterable[MarkedText]) -> Text:
-    """Return parts in colours; what has a loss is bold and reversed, also where there are no colours: in «»."""
+    """Return parts in colours; what has a loss is bold and reversed, what is cut struck through.
+
+    Where there are no colours, what has a loss is in «», and what is cut follows ✂.
+    """
     text = Text()
+    kept = True
     for part in parts:
         colour = _COLOURS.get(part.role, "default")
-        if part.trained:
+        if part.cut:
+            text.append("✂" if kept else "", "dim").append(part.text, f"strike {colour}")
+            kept = False
+        elif part.trained:
             text.append("«", "dim")
             text.append(part.text, f"bold reverse {colour}")
             text.append("»", "dim")

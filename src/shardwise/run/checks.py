@@ -130,13 +130,16 @@ def check_model_path(config: Config) -> None:
 
 
 def check_samples(config: Config, corpus: TaskData) -> None:
-    """Check that the corpus has training labels and held-out bytes.
+    """Check that the corpus has training labels, held-out bytes, and what ``train.best_metric`` names.
 
     Raises:
         DataError: it has not.
+        ConfigError: no evaluation will measure the best metric.
     """
     from shardwise.train.data.samples import samples_for
+    from shardwise.train.evaluator import check_best_metric
 
+    check_best_metric(config, corpus)
     if not isinstance(corpus, Corpus):  # of rows, each of which has a label
         return
     samples_for(corpus, config)

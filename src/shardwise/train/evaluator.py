@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.train.best import Best
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.data.samples import NumberedSamples
+from shardwise.train.data.samples import JoinedSources, NumberedSamples
 from shardwise.train.evaluate import Evaluation, Metric, accuracy, evaluate, load_metrics
 from shardwise.train.generate import Generator
 from shardwise.train.metrics import MetricsFile
@@ -16,6 +17,44 @@ from shardwise.train.run_interface import Reporter
 from shardwise.train.session import Session
 from shardwise.train.tasks.own_loss import loss_of
 from shardwise.train.tasks.registry import TaskData, samples_of
+
+
+def check_best_metric(config: Config, data: TaskData) -> None:
+    """Check that ``train.best_metric`` will be measured, before a run has spent the steps to its first evaluation.
+
+    Raises:
+        ConfigError: it will not.
+    """
+    asked = config.train.best_metric
+    if asked is None:
+        return
+    if data.heldout is None:
+        raise ConfigError(
+            f"train.best_metric '{asked}' is compared on held-out samples, and nothing is held out; give "
+            "data.heldout_path, or remove train.best_metric"
+        )
+    known = ["heldout_loss"]
+    if by_labels(config, data):
+        known.append("heldout_accuracy")
+    else:
+        known += ["heldout_bits_per_byte", *(text.rpartition(":")[2] for text in config.train.metrics)]
+    samples = samples_of(data, config, heldout=True)
+    if isinstance(samples, JoinedSources):
+        known += [f"heldout_loss/{source}" for source in samples.names]
+    if asked not in known:
+        raise ConfigError(
+            f"train.best_metric '{asked}' is not measured{did_you_mean(asked, known)}; known here: {', '.join(known)}"
+        )
+    if not asked.startswith(("heldout_loss", "heldout_bits")) and "best_is" not in config.train.model_fields_set:
+        raise ConfigError(
+            f"train.best_metric '{asked}' is no loss, so which of its values is best must be named; set "
+            "train.best_is='highest', or 'lowest'"
+        )
+
+
+def by_labels(config: Config, data: TaskData) -> bool:
+    """Return whether the loss is that of labels, or of the user's own, and not the cross-entropy of text."""
+    return config.model.loss is not None or not isinstance(data, Corpus)
 
 
 class Evaluator:
@@ -27,7 +66,7 @@ class Evaluator:
 
     def __init__(self, config: Config, data: TaskData, session: Session, reporter: Reporter) -> None:
         self.config, self.session, self.reporter = config, session, reporter
-        self.by_labels = config.model.loss is not None or not isinstance(data, Corpus)
+        self.by_labels = by_labels(config, data)
         self.loss_sum = loss_of(config)
         self.heldout: NumberedSamples | None = None
         if data.heldout is not None:

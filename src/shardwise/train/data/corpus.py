@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from shardwise.errors import DataError, MachineError, UserError
 from shardwise.train.config_data import DataTable
-from shardwise.train.data.chat import ROLES
 from shardwise.train.data.documents import Columns, Document, Kind
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
 from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, DataSource, find_source
@@ -75,14 +74,6 @@ class Tokens:
             marks=None if self.marks is None else self.marks[here],
             sources=(0, end - first),
         )
-
-    def roles(self) -> dict[str, tuple[int, int]]:
-        """Count the tokens of each role, and those of them with a loss; empty where all tokens have one."""
-        if self.marks is None:
-            return {}
-        counts = np.bincount(self.marks, minlength=2 * len(ROLES))
-        found = {role: (int(counts[2 * i] + counts[2 * i + 1]), int(counts[2 * i + 1])) for i, role in enumerate(ROLES)}
-        return {role: pair for role, pair in found.items() if pair[0]}
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from shardwise.units import count_text, counted
 class DataReceipt:
     """The training side of a corpus as it will be trained on.
 
-    ``roles`` are tokens and those with a loss, empty where all have one; ``fill`` is the share of inputs that are not
-    padding (``None`` where samples are joined), ``truncation`` what ``data.seq_len`` costs; ``epoch`` are the samples
-    of an epoch, ``sources`` the samples of each source of a mixture and its share of the stream; ``fingerprint`` is
-    of the tokens, and resuming compares it.
+    ``roles`` are the tokens that samples predict and those of them with a loss, empty where all have one: what the
+    length of a sample cuts off is in neither, so ``trained_share`` is that of an epoch's steps. ``fill`` is the share
+    of inputs that are not padding (``None`` where samples are joined), ``truncation`` what ``data.seq_len`` costs;
+    ``epoch`` are the samples of an epoch, ``sources`` the samples of each source of a mixture and its share of the
+    stream; ``fingerprint`` is of the tokens, and resuming compares it.
     """
 
     kind: str
@@ -43,7 +44,14 @@ class DataReceipt:
     @property
     def trained_share(self) -> float:
         """Share of the tokens with a loss."""
-        return sum(pair[1] for pair in self.roles.values()) / self.tokens if self.roles else 1.0
+        totals = [sum(numbers) for numbers in zip(*self.roles.values(), strict=True)]
+        return totals[1] / totals[0] if totals else 1.0
+
+    @property
+    def noun(self) -> str:
+        """What a row is; a mixture with plain text has documents."""
+        nouns = {"messages": "conversation", "instruction": "instruction", "completion": "prompt"}
+        return "document" if "text" in self.roles else nouns.get(self.kind, "document")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it for JSON."""
@@ -57,8 +65,7 @@ class DataReceipt:
             of = ", ".join(
                 f"{role} {trained / total:.0%} of {count_text(total)}" for role, (total, trained) in self.roles.items()
             )
-            noun = {"messages": "conversation", "instruction": "instruction"}.get(self.kind, "prompt")
-            yield f"{counted(self.documents, noun)}; {self.trained_share:.1%} of the tokens have a loss: {of}"
+            yield f"{counted(self.documents, self.noun)}; {self.trained_share:.1%} of the tokens have a loss: {of}"
         for name, (size, share) in self.sources.items():
             passes = self.epoch * share / size
             yield f"{name}: {share:.2%} of the stream, {counted(size, 'sample')}, {passes:.2f} × in an epoch"
@@ -66,18 +73,21 @@ class DataReceipt:
             yield f"{counted(self.left_out, 'row')} left out, such as {self.left_out_first[0]}"
         if self.truncation is not None and self.truncation.truncated:
             if self.roles:
+                lost = self.truncation.tokens_lost
+                labels = lost + sum(trained for _, trained in self.roles.values())
                 yield (
                     f"{self.truncation.truncated} of {counted(self.truncation.documents, 'document')} cut at "
                     f"{self.seq_len} tokens, "
                     f"{self.truncation.lost} of them lost every label and are left out "
-                    f"({count_text(self.truncation.tokens_lost)} tokens with a loss are gone)"
+                    f"({count_text(lost)} of {count_text(labels)} tokens with a loss are cut off by data.seq_len)"
                 )
             else:
                 longer = counted(self.truncation.truncated, "document")
                 yield f"{longer} longer than {self.seq_len} tokens go on in further pieces"
         if self.packing == "isolated":
+            packed = self.documents - (self.truncation.lost if self.truncation is not None else 0)
             yield (
-                f"packed, isolated: {counted(self.documents, 'document')} in {counted(self.samples, 'sample')} of "
+                f"packed, isolated: {counted(packed, 'document')} in {counted(self.samples, 'sample')} of "
                 f"{self.seq_len} tokens, {self.fill or 0:.1%} filled; none sees another"
             )
         elif self.packing == "none":
@@ -113,7 +123,7 @@ def data_receipt(corpus: Corpus, config: Config) -> DataReceipt:
         heldout_tokens=0 if corpus.heldout is None else len(corpus.heldout.tokens),
         samples=len(samples),
         seq_len=seq_len,
-        roles=tokens.roles(),
+        roles=samples.roles(),
         left_out=corpus.left_out,
         left_out_first=corpus.left_out_first,
         truncation=samples.truncation,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shardwise.train.data.chat import ROLES
 from shardwise.train.data.corpus import Tokens
 
-_TEXT = 2 * ROLES.index("text") + 1  # mark of all tokens of a plain document
+PLAIN = 2 * ROLES.index("text") + 1  # mark of all tokens of a plain document
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def pieces_of(tokens: Tokens, seq_len: int) -> DocumentPieces:
     marks = None if tokens.marks is None else np.asarray(tokens.marks)
     pieces = -(-labels // seq_len)
     if marks is not None:
-        plain = marks[starts[:-1]] == _TEXT
+        plain = marks[starts[:-1]] == PLAIN
         pieces = np.where(plain, pieces, np.minimum(pieces, 1))
     done = (np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len  # earlier pieces
     begins, lengths = np.repeat(starts[:-1], pieces) + done, np.minimum(seq_len, np.repeat(labels, pieces) - done)

@@ -21,6 +21,7 @@ from shardwise.errors import DataError
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 from shardwise.train.config_data import DataTable
+from shardwise.train.data.chat import ROLES
 from shardwise.train.data.corpus import Corpus, Tokens
 from shardwise.train.data.order import MixtureOrder, Order, SampleOrder, rank_ids
 from shardwise.train.data.packing import Truncation, pack_rows, pieces_of
@@ -63,6 +64,13 @@ class NumberedSamples(Protocol):
 
     def num_tokens(self, ids: NDArray[np.int64]) -> int:
         """Count the tokens of documents in samples, with or without a loss: all inputs but padding."""
+        ...
+
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count the tokens that follow an input by role, and those of them that are labels; empty where all are.
+
+        The sums over roles are `num_tokens` and the labels of all samples.
+        """
         ...
 
     def label_bytes(self, num_samples: int | None) -> float:
@@ -119,6 +127,10 @@ class _Piece:
         """Count the tokens of documents in samples; see `NumberedSamples.num_tokens`."""
         return int(self._lengths[ids].sum())
 
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count tokens by role; see `NumberedSamples.roles`."""
+        return _roles(self.tokens.marks, self._begins[:-1] + 1, self._lengths[:-1])
+
     def label_count(self, num_samples: int | None) -> int:
         """Return the number of labels of the first samples."""
         count = len(self) if num_samples is None else min(num_samples, len(self))
@@ -158,7 +170,7 @@ class PackedSamples(_Piece):
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int, mask_borders: bool) -> None:
         num_labels = len(tokens.tokens) - 1
-        begins = np.arange(0, _need_labels(num_labels), seq_len, dtype=np.int64)
+        begins = np.arange(0, _need_labels(num_labels, tokens, seq_len), seq_len, dtype=np.int64)
         super().__init__(tokens, seq_len, separator, begins, np.minimum(seq_len, num_labels - begins))
         self.mask_borders = mask_borders
 
@@ -180,6 +192,14 @@ class PackedSamples(_Piece):
         marks = self.tokens.marks
         return count - (len(firsts) if marks is None else int((np.asarray(marks)[firsts] & 1).sum()))
 
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count tokens by role; a first token that is masked at a border has no loss."""
+        marks = self.tokens.marks
+        if marks is not None and self.mask_borders:
+            marks = np.array(marks)
+            marks[self._starts[:-1]] &= 0xFE
+        return _roles(marks, self._begins[:-1] + 1, self._lengths[:-1])
+
     def _text_labels(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
         text = super()._text_labels(begins, lengths)
         if self.mask_borders:
@@ -200,7 +220,7 @@ class DocumentSamples(_Piece):
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int) -> None:
         pieces = pieces_of(tokens, seq_len)
-        _need_labels(len(pieces.begins))
+        _need_labels(len(pieces.begins), tokens, seq_len)
         super().__init__(tokens, seq_len, separator, pieces.begins, pieces.lengths)
         self.truncation, self.fill = pieces.truncation, float(pieces.lengths.sum()) / (len(self) * seq_len)
 
@@ -219,7 +239,7 @@ class IsolatedSamples:
 
     def __init__(self, tokens: Tokens, seq_len: int, separator: int, *, in_order: bool = False) -> None:
         pieces = pieces_of(tokens, seq_len)
-        _need_labels(len(pieces.begins))
+        _need_labels(len(pieces.begins), tokens, seq_len)
         self.tokens, self.seq_len, self.separator = tokens, seq_len, separator
         self.truncation = pieces.truncation
         self._stream: NDArray[Any] = np.asarray(tokens.tokens)
@@ -241,6 +261,10 @@ class IsolatedSamples:
     def fill(self) -> float:
         """Share of the inputs that are tokens of documents, not padding."""
         return float(self._lengths.sum()) / (len(self) * self.seq_len)
+
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count tokens by role; see `NumberedSamples.roles`."""
+        return _roles(self._marks, self._begins + 1, self._lengths)
 
     def documents(self, ids: NDArray[np.int64]) -> int:
         """Count the documents (pieces of long ones) in these samples."""
@@ -318,7 +342,34 @@ def _trained(marks: NDArray[np.uint8], begins: NDArray[np.int64], lengths: NDArr
     return int((total[ends] - total[np.minimum(begins, len(marks))]).sum())
 
 
-def _need_labels(number: int) -> int:
+def _roles(
+    marks: NDArray[np.uint8] | None, begins: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> dict[str, tuple[int, int]]:
+    """Count the tokens of each role, and those of them with a loss, in stretches of the stream that do not overlap."""
+    if marks is None:
+        return {}
+    edges = np.zeros(len(marks) + 1, np.int8)
+    np.add.at(edges, begins, 1)
+    np.add.at(edges, begins + lengths, -1)
+    pairs = np.bincount(marks[edges[:-1].cumsum(dtype=np.int8) > 0], minlength=2 * len(ROLES)).reshape(-1, 2)
+    return {
+        role: (int(out + trained), int(trained))
+        for role, (out, trained) in zip(ROLES, pairs, strict=True)
+        if out + trained
+    }
+
+
+def _need_labels(number: int, tokens: Tokens, seq_len: int) -> int:
+    """Refuse samples without a label, by what took them all: the length of a sample, or the documents."""
+    if number < 1 and tokens.marks is not None:
+        labels = np.flatnonzero(np.asarray(tokens.marks) & 1)
+        starts = np.asarray(tokens.starts)
+        places = labels - starts[np.searchsorted(starts, labels, "right") - 1]
+        if len(places := places[places > seq_len]):
+            raise DataError(
+                f"data.seq_len = {seq_len} cuts off every token with a loss, of which the earliest is token "
+                f"{places.min() + 1} of its document; set data.seq_len to {places.min()} or more, with room for answers"
+            )
     if number < 1:
         raise DataError("the corpus has no token that follows another one; give documents with more text")
     return number
@@ -377,6 +428,15 @@ class JoinedSources:
         sources = self.source_of(real)
         found = (part.num_tokens(real[sources == at] - self._firsts[at]) for at, part in enumerate(self.parts))
         return sum(found)
+
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Count tokens by role; see `NumberedSamples.roles`."""
+        found: dict[str, tuple[int, int]] = {}
+        for part in self.parts:
+            for role, (total, trained) in part.roles().items():
+                before = found.get(role, (0, 0))
+                found[role] = (before[0] + total, before[1] + trained)
+        return found
 
     def label_bytes(self, num_samples: int | None) -> float:
         """Return the UTF-8 bytes of the first samples' labels."""

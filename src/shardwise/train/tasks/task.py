@@ -136,6 +136,10 @@ class RowSamples:
         """Return 0: rates count samples here."""
         return 0
 
+    def roles(self) -> dict[str, tuple[int, int]]:
+        """Return nothing: a row's label has no role."""
+        return {}
+
     def batch(self, ids: NDArray[np.int64]) -> Batch:
         """Return inputs and labels; id -1 is an empty sample, without labels."""
         return self.make(self.rows.rows(ids))
