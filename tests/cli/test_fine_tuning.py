@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.cli.test_readme import fits, masked
 from tests.commands import shardwise
@@ -65,13 +67,34 @@ def test_what_init_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         done = shardwise(*words, exit_code=2)
         assert said in done.stderr, done.stderr
+    wrong = ["--column", "chat", "--column", "nonsense=a", "--column", "messages="]
+    done = shardwise("init", "examples/llama-2m", *chats, *wrong, exit_code=2)
+    assert "3 problems" in done.stderr and "--column 'nonsense=a' is not PART=NAME; parts are messages" in done.stderr
     (tmp_path / "c.toml").touch()
     assert "exists; give another name" in shardwise("init", "examples/llama-2m", *chats, exit_code=2).stderr
 
 
-def test_preview_as_a_page_and_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
+def test_init_takes_columns_and_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    (Path("base") / "config.json").write_bytes((configs.ROOT / "examples/llama-2m/config.json").read_bytes())
+    (Path("base") / "model.safetensors").touch()
+    rows = [{"ask": f"What is {i}?", "reply": str(i), "talk": [{"role": "user", "content": str(i)}]} for i in range(40)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["init", "base", "--data", "rows.jsonl", "--tokenizer", "bytes"]
+    done = shardwise(*words, exit_code=2, cwd=tmp_path)
+    assert "(for init: --column messages=chat)" in done.stderr
+    done = shardwise(*words, "--column", "prompt=ask", "--column", "completion=reply", "-o", "pairs.toml", cwd=tmp_path)
+    assert "prompts with completions in columns prompt = 'ask', completion = 'reply'" in done.stdout
+    assert "chat template" not in done.stdout, "a prompt and its completion need none"
+    data = read_config(Path("pairs.toml")).data
+    assert data.columns == {"prompt": "ask", "completion": "reply"} and data.tokenizer == "bytes"
+    done = shardwise(*words, "--column", "messages=talk", "-o", "talk.toml", cwd=tmp_path)
+    assert "the tokenizer 'bytes' has none, so data.chat_template is \"chatml\"" in done.stdout
+    assert read_config(Path("talk.toml")).data.chat_template == "chatml"
 
+
+def test_preview_as_a_page_and_for_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(configs.ROOT)
     config = tmp_path / "c.toml"
     config.write_text(

@@ -505,8 +505,9 @@ class TestErrors:
 
         rows = write_jsonl(tmp_path / "rows.jsonl", [{"texts": "a", "n": 1}])
         start = "data.text_field 'text' is not a column of data.path"
-        end = " (did you mean 'texts'?); it has: texts, n; columns of conversations are named in data.columns, such as "
-        end += "messages = 'chat'"
+        end = " (did you mean 'texts'?); it has: texts, n; columns of conversations and prompts are named in "
+        end += "data.columns, such as messages = 'chat', or prompt = 'ask' and completion = 'reply' "
+        end += "(for init: --column messages=chat)"
         message = fails(DataError, rows, tmp_path / "cache")
         assert message == f"{start} '{rows}' (file 'rows.jsonl', line 1){end}"
         data = datasets.Dataset.from_dict({"texts": ["a"], "n": [1]})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from shardwise.errors import ModelError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.train.causal import causal_configuration
 from shardwise.train.config import read_config
-from shardwise.train.config_data import DataTable
+from shardwise.train.config_data import DataTable, Part
 from shardwise.train.data.documents import Columns
 from shardwise.train.data.encode import Encoded, Encoder
 from shardwise.train.data.sources import BadRows, find_source
@@ -46,6 +46,14 @@ def run_init(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, name in its cache, or a run.")],
     data: Annotated[str, typer.Option("--data", help="File or folder with conversations, prompts or text.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Config file to write.")] = Path("config.toml"),
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", help="Another tokenizer than the model's: bytes, a file or a folder."),
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option("--column", metavar="PART=NAME", help="Column of a part, such as messages=chat; may be repeated."),
+    ] = None,
 ) -> None:
     """Run ``shardwise init``.
 
@@ -57,10 +65,13 @@ def run_init(
     console = Console(highlight=False, soft_wrap=True)
     if output.exists():
         raise UserError(f"--output '{output}' exists; give another name, or remove it")
+    named = _columns(column or [])
     found = _model(model)
+    if tokenizer is not None:
+        found = replace(found, tokenizer=tokenizer)
     cluster = detect("auto", None, visible=visible_devices())
     console.print(f"model: {found.config}, {count_text(found.parameters)} parameters, up to {found.longest} tokens")
-    table, columns = _table(found, data)
+    table, columns = _table(found, data, named)
     lengths, template, share = _lengths(found, table, columns)
     seq_len = _seq_len(lengths, found.longest)
     batch, evaluate = _steps(lengths, share, seq_len, cluster.world_size)
@@ -70,9 +81,15 @@ def run_init(
         f"{longer:.0%} more than seq_len {seq_len}",
         markup=False,
     )
+    if template is not None:
+        console.print(
+            f"chat template: the tokenizer '{found.tokenizer}' has none, so data.chat_template is "
+            f'"{template}"; give a file where the model knows another',
+            markup=False,
+        )
     strategy, why = _strategy(found.parameters, cluster)
     console.print(f"machine: {cluster.world_size} × {cluster.device_name}; {why}", markup=False)
-    text = _text(found, data, template, seq_len, (strategy, why), columns, (batch, evaluate))
+    text = _text(found, table, template, seq_len, (strategy, why), columns, (batch, evaluate))
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
@@ -137,8 +154,20 @@ def _longest(facts: Any) -> int:
     return int(getattr(facts, "max_position_embeddings", None) or _LONGEST)
 
 
-def _table(found: _Found, data: str) -> tuple[DataTable, Columns]:
-    table = DataTable(path=data, tokenizer=found.tokenizer, seq_len=1, bad_rows="skip")
+def _columns(given: list[str]) -> dict[Part, str]:
+    """Return what ``--column`` names, as ``data.columns`` has it."""
+    pairs, parts = [one.partition("=") for one in given], get_args(Part)
+    if wrong := [
+        f"--column '{part}{equals}{name}' is not PART=NAME; parts are {', '.join(parts)}"
+        for part, equals, name in pairs
+        if part not in parts or not name
+    ]:
+        raise UserError(*wrong)
+    return {cast(Part, part): name for part, _, name in pairs}
+
+
+def _table(found: _Found, data: str, columns: dict[Part, str]) -> tuple[DataTable, Columns]:
+    table = DataTable(path=data, tokenizer=found.tokenizer, seq_len=1, bad_rows="skip", columns=columns)
     source = find_source(data, "--data", table, Path())
     return table, source.columns(table) or Columns("text", {"text": "text"})
 
@@ -195,7 +224,7 @@ def _strategy(parameters: int, cluster: ClusterSpec) -> tuple[str, str]:
 
 def _text(
     found: _Found,
-    data: str,
+    table: DataTable,
     template: str | None,
     seq_len: int,
     chosen: tuple[str, str],
@@ -210,6 +239,9 @@ def _text(
     chat = (
         "" if template is None else f'chat_template = "{template}"              # the tokenizer has none of its own\n'
     )
+    if table.columns:
+        named = ", ".join(f"{part} = {_quoted(name)}" for part, name in table.columns.items())
+        chat += f"columns = {{{named}}}\n"
     loss = (
         "what the assistant wrote" if columns.kind in ("messages", "instruction") else "completions; all of plain text"
     )
@@ -224,7 +256,7 @@ config = {_quoted(found.config)}
 weights = {_quoted(found.weights)}
 
 [data]
-path = {_quoted(data):<30} # {columns}
+path = {_quoted(str(table.path)):<30} # {columns}
 tokenizer = {_quoted(found.tokenizer)}
 {chat}seq_len = {seq_len}
 pack = "isolated"                     # several documents in a sample; none sees another

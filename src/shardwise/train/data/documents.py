@@ -97,7 +97,14 @@ def columns_of(known: Sequence[str], text_field: str | None, given: Mapping[str,
     field = text_field or "text"
     if field not in known:
         hint, has = did_you_mean(field, known), ", ".join(known)
-        other = "" if text_field else "; columns of conversations are named in data.columns, such as messages = 'chat'"
+        other = (
+            ""
+            if text_field
+            else (
+                "; columns of conversations and prompts are named in data.columns, such as messages = 'chat', or "
+                "prompt = 'ask' and completion = 'reply' (for init: --column messages=chat)"
+            )
+        )
         raise DataError(f"data.text_field '{field}' is not a column of {where}{hint}; it has: {has}{other}")
     return _of("text", {"text": field}, given, where)
 
