@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from shardwise.cost.memory.estimate import Estimate
@@ -18,6 +20,8 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.model.lora import NF4_BYTES, NF4_PLAIN_BYTES, AdapterFacts, with_adapters
 from shardwise.model.profile import ModelProfile, Unit
+from shardwise.model.trace import trace_module
+from shardwise.parallel.lora.adapters import parameters_in_full
 from shardwise.plan.dims import dims_for
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
@@ -320,3 +324,36 @@ def test_packed_weights_are_sent_as_half_a_byte_and_only_gradients_of_adapters()
     assert sent_bytes(profile, plan)["dp"] == pytest.approx((2 * gathered + 4 * profile.num_trainable) * 7 / 8)
     full = sent_bytes(LLAMA, plan_of("fsdp"))["dp"]
     assert full == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        ["model.layers.2.mlp"],
+        ["layers.0.mlp.gate_proj", "layers.3.input_layernorm", "model.layers.3.mlp"],
+        ["mlp"],
+        ["model.norm", "layers.1.post_attention_layernorm"],
+        ["model.embed_tokens"],
+        ["lm_head"],
+        ["model.layers.1.mlp.up_proj", "post_attention_layernorm"],
+    ],
+)
+def test_what_is_trained_in_full_is_counted_by_any_of_its_names(wanted: list[str], tmp_path: Path) -> None:
+    settings = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=wanted != ["lm_head"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        live = transformers.AutoModelForCausalLM.from_config(settings)
+    sizes = {name: parameter.numel() for name, parameter in live.named_parameters()}
+    whole = sum(sizes.get(name, 0) for name in parameters_in_full(live, wanted))
+    (tmp_path / "config.json").write_text(settings.to_json_string())
+    traced = trace_module(lambda: transformers.AutoModelForCausalLM.from_config(settings), seq_len=64, name="live")
+    for profile in (traced, load_profile(str(tmp_path), seq_len=64)):
+        made, plain = (
+            with_adapters(profile, "lora", facts=AdapterFacts(targets=("attention",), modules_to_save=names))
+            for names in (tuple(wanted), ())
+        )
+        counts = [sum(unit.num_trainable * unit.count for unit in one.units) for one in (made, plain)]
+        assert whole and counts[0] - counts[1] == whole, profile.name
+        assert made.num_parameters == plain.num_parameters

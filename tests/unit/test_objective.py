@@ -17,11 +17,14 @@ from shardwise.model.load_model import load_profile
 from shardwise.model.lora import with_adapters, without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan, not_runnable, runnable
+from shardwise.plan.plan import Plan, axis_problems, not_runnable, runnable
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
+from shardwise.search.memory_savers import orders
+from shardwise.search.problem import ask
 from shardwise.search.search import LOWER_BOUND_SLACK, search
 
 CLUSTER = parse_cluster("4xA100-80GB")
@@ -118,6 +121,17 @@ def test_tokens_are_those_of_both_sequences() -> None:
     best = search(load_profile("llama-3.2-1b", seq_len=1024), asked, CLUSTER).candidates[0]
     assert best.hours == pytest.approx(1e9 / (16 * 2 * 1024) * best.time.step_s / 3600)
     assert best.plan.objective == "dpo" and "(16 × 2 × 1024 = 32,768 tokens a step)" in best.plan.batch_equation()
+
+
+@pytest.mark.parametrize("objective", ["lm", "dpo"])
+def test_the_loss_in_chunks_is_offered_for_text_only(objective: str) -> None:
+    asked = WORK.model_copy(update={"objective": objective})
+    question = ask(load_profile("llama-3.2-1b", seq_len=1024), asked, CLUSTER, Pins())
+    offered = [options for _, options, _ in orders(question)]
+    assert {"optimizer_in_backward": True} in offered
+    assert any("loss_chunks" in options for options in offered) == (objective == "lm")
+    wrong = axis_problems(plan_of("fsdp", objective, 1, loss_chunks=8))
+    assert ["is not for objective dpo: its trainers" in text for text in wrong] == [True] * (objective == "dpo")
 
 
 def test_it_is_planned_and_not_run() -> None:

@@ -236,12 +236,6 @@ def _text(
     adapters = strategy.endswith("lora")
     small = found.parameters < 5e7
     rate = "1e-3" if small else "2e-4" if adapters else "2e-5"
-    chat = (
-        "" if template is None else f'chat_template = "{template}"              # the tokenizer has none of its own\n'
-    )
-    if table.columns:
-        named = ", ".join(f"{part} = {_quoted(name)}" for part, name in table.columns.items())
-        chat += f"columns = {{{named}}}\n"
     loss = (
         "what the assistant wrote" if columns.kind in ("messages", "instruction") else "completions; all of plain text"
     )
@@ -258,7 +252,7 @@ weights = {_quoted(found.weights)}
 [data]
 path = {_quoted(str(table.path)):<30} # {columns}
 tokenizer = {_quoted(found.tokenizer)}
-{chat}seq_len = {seq_len}
+{_rows(table, template)}seq_len = {seq_len}
 pack = "isolated"                     # several documents in a sample; none sees another
 loss_on = "auto"                      # {loss}
 bad_rows = "refuse"                   # or "skip"
@@ -284,6 +278,17 @@ strategy = {_quoted(strategy):<26} # {why}
 [checkpoint]
 every = {4 * evaluate:<29} # steps; the best one is saved when it is found
 """
+
+
+def _rows(table: DataTable, template: str | None) -> str:
+    """Return the lines that say how rows are read, where the usual way does not do."""
+    lines = (
+        [] if template is None else [f'chat_template = "{template}"              # the tokenizer has none of its own']
+    )
+    if table.columns:
+        named = ", ".join(f"{part} = {_quoted(name)}" for part, name in table.columns.items())
+        lines.append(f"columns = {{{named}}}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _quoted(text: str) -> str:

@@ -17,7 +17,7 @@ weight or two, whatever the samples), bnb's tables of 16 and 256 numbers, paged 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError, did_you_mean
@@ -107,11 +107,52 @@ def with_adapters(
         raise PlanError(*problems)
     units, began = [], False
     tied = _tied_in_full(profile, facts)
-    for unit in profile.units:
+    for unit, own in _with_own_names(profile, facts):
         adapts = unit.kind == "block" and bool(chosen & set(_linears(unit)))
-        units.append(_adapted(unit, kind, facts, chosen) if adapts else _frozen(unit, facts, tied, backward=began))
-        began = began or adapts or any(map(facts.trains, unit.weights))
+        units.append(_adapted(unit, kind, own, chosen) if adapts else _frozen(unit, own, tied, backward=began))
+        began = began or adapts or any(map(own.trains, unit.weights))
     return replace(profile, units=tuple(units))
+
+
+def _with_own_names(profile: ModelProfile, facts: AdapterFacts) -> Iterator[tuple[Unit, AdapterFacts]]:
+    """Yield units with the ``modules_to_save`` that are theirs, by the names of their own weights.
+
+    A name may say where the unit is (``model.embed_tokens``), which its weights do not. One block that is named
+    (``model.layers.3.mlp``) becomes a unit of its own, apart from those like it.
+    """
+    first = 0
+    for unit in profile.units:
+        paths = [weight.name.rpartition(".")[0] for weight in unit.weights]
+        owners = {".".join(path.split(".")[: end + 1]) for path in paths for end in range(path.count(".") + 1)}
+        if unit.kind != "block":
+            names = [own for name in facts.modules_to_save for own in owners if _is_path_to(name, own)]
+            yield unit, replace(facts, modules_to_save=(*facts.modules_to_save, *names))
+            continue
+        inside: dict[int, list[str]] = {}
+        for name in facts.modules_to_save:
+            parts = name.split(".")
+            if any(f".{name}." in f".{path}." for path in paths):
+                continue  # of every block
+            for place, part in enumerate(parts):
+                rest = ".".join(parts[place + 1 :])
+                if part.isdecimal() and (not rest or rest in owners):
+                    inside.setdefault(int(part) - first, []).extend([rest] if rest else paths)
+                    break
+        done = 0
+        for number in sorted(set(inside) & set(range(unit.count))):
+            if number > done:
+                yield replace(unit, count=number - done), facts
+            named = (*facts.modules_to_save, *inside[number])
+            yield replace(unit, count=1), replace(facts, modules_to_save=named)
+            done = number + 1
+        if done < unit.count:
+            yield replace(unit, count=unit.count - done), facts
+        first += unit.count
+
+
+def _is_path_to(name: str, own: str) -> bool:
+    """Return whether a name is ``own``, or that with the modules around it, none of which is one of many."""
+    return f".{name}".endswith(f".{own}") and not any(map(str.isdecimal, name.removesuffix(own).split(".")))
 
 
 def without_adapters(profile: ModelProfile) -> ModelProfile:
@@ -172,8 +213,9 @@ def _linears(unit: Unit) -> dict[str, int]:
 def _tied_in_full(profile: ModelProfile, facts: AdapterFacts) -> dict[str, tuple[int, ...]]:
     """Map the names of weights that are trained in full and used by another unit, too, to their shapes."""
     names = {name for pair in profile.tied for name in pair}
-    named = [Weight(name, ()) for name in names]
-    if not any(map(facts.trains, named)):
+    paths = [name.rpartition(".")[0] for name in names]
+    named = any(_is_path_to(want, path) for want in facts.modules_to_save for path in paths)
+    if not named and not any(facts.trains(Weight(name, ())) for name in names):
         return {}
     return {w.name: w.shape for unit in profile.units for w in unit.weights if w.name in names}
 

@@ -238,6 +238,11 @@ def chunk_problems(plan: Plan) -> list[str]:
     """Return why the requested chunked loss is not possible."""
     strategy, dims, requested = plan.parsed, plan.dims, f"loss_chunks {plan.loss_chunks}"
     fix = "set loss_chunks to 1, or use ddp, zero1, zero2, fsdp or hsdp"
+    if plan.objective != "lm":
+        return [
+            f"{requested} is not for objective {plan.objective}: its trainers take the logits of whole sequences; set "
+            "loss_chunks to 1"
+        ]
     if strategy.engine != "torch":
         return [f"{requested} is not for {strategy}, whose engine runs the head by itself; {fix}"]
     if max(strategy.tp, dims.tp) > 1:

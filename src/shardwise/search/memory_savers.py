@@ -25,7 +25,8 @@ Order = tuple[str, dict[str, object], dict[str, str | None]]  # name, options of
 def orders(problem: SearchProblem) -> Iterator[Order]:
     """Yield chunked loss, optimizer in backward, and both."""
     given, found = problem.pins.options, list[Order]()
-    if problem.profile.vocab_size and not problem.workload.fused_loss and given.get("loss_chunks", 1) == 1:
+    of_text = problem.workload.objective == "lm"  # trainers of pairs have no loss in chunks
+    if of_text and problem.profile.vocab_size and not problem.workload.fused_loss and given.get("loss_chunks", 1) == 1:
         found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
     if not given.get("optimizer_in_backward"):
         early: dict[str, object] = {"optimizer_in_backward": True}
