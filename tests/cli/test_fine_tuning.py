@@ -89,6 +89,11 @@ def test_init_takes_columns_and_a_tokenizer(tmp_path: Path, monkeypatch: pytest.
     assert "chat template" not in done.stdout, "a prompt and its completion need none"
     data = read_config(Path("pairs.toml")).data
     assert data.columns == {"prompt": "ask", "completion": "reply"} and data.tokenizer == "bytes"
+    for name, text in (("none", ""), ("bad", '{"messages": [{"role": "user", "content": 1}]}')):
+        Path(f"{name}.jsonl").write_text(text)
+        done = shardwise("init", "base", "--data", f"{name}.jsonl", "--tokenizer", "bytes", exit_code=2, cwd=tmp_path)
+        assert f"--data '{name}.jsonl' has no row to train on" in done.stderr, done.stderr
+    assert "line 1" in done.stderr, "and why"
     done = shardwise(*words, "--column", "messages=talk", "-o", "talk.toml", cwd=tmp_path)
     assert "the tokenizer 'bytes' has none, so data.chat_template is \"chatml\"" in done.stdout
     assert read_config(Path("talk.toml")).data.chat_template == "chatml"

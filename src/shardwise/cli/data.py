@@ -51,8 +51,10 @@ def run_data_preview(
         console.print(f"{'      ' if number else 'data: '}{line}", markup=False)
     if not as_json:
         for name, parts in shown:
-            cut = "; after ✂ cut off by data.seq_len" if any(part.cut for part in parts) else ""
-            console.print(f"{name}; «with a loss»{cut}:", style="bold")
+            cut = [part.cut for part in parts]
+            said = "; after ✂ cut off by data.seq_len" if any(cut) else ""
+            said = "; in no sample: data.seq_len cuts off all that has a loss" if all(cut) else said
+            console.print(f"{name}; «with a loss»{said}:", style="bold")
             console.print(terminal_text(parts))
     if html is not None:
         try:

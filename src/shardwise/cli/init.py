@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from shardwise.environment import visible_devices
-from shardwise.errors import ModelError, UserError
+from shardwise.errors import DataError, ModelError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.train.causal import causal_configuration
 from shardwise.train.config import read_config
@@ -185,8 +185,13 @@ def _lengths(found: _Found, table: DataTable, columns: Columns) -> tuple[list[in
             template = "chatml"
     encoder = Encoder(found.tokenizer, columns.kind, template, "auto")
     source = find_source(str(table.path), "--data", table, Path())
-    batches = list(islice(source.batches(columns, BadRows(skip=True)), -(-_LOOKED_AT // 128)))
+    bad = BadRows(skip=True)
+    batches = list(islice(source.batches(columns, bad), -(-_LOOKED_AT // 128)))
     coded = [one for batch in batches for one in encoder.encode(batch.documents)]
+    if not any(isinstance(one, Encoded) for one in coded):
+        wrong = [*bad.problems, *(one for one in coded if isinstance(one, str))]
+        why = f": {wrong[0]}" if wrong else "; give a file with some"
+        raise DataError(f"--data '{table.path}' has no row to train on{why}")
     share = batches[-1].read / max(1, source.num_bytes) if batches else 1.0
     return [len(one.ids) for one in coded if isinstance(one, Encoded)], template, share
 
