@@ -22,6 +22,7 @@ from shardwise.train.data.isolation import Isolation
 from shardwise.train.data.packing import pieces_of
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
 from shardwise.train.data.tokenizer import load_tokenizer
+from shardwise.train.generate import Generator
 
 TOOLS = (
     "{% if tools %}TOOLS {{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -159,11 +160,13 @@ def test_a_long_plain_document_goes_on_beside_conversations(tmp_path: Path) -> N
     assert whole.roles()["assistant"][1] - cuts.tokens_lost == cut.label_count(None) == cut.roles()["assistant"][1]
 
 
-def configured(corpus_of: dict[str, Any], **data: Any) -> Config:
+def configured(corpus_of: dict[str, Any], asked: list[str] | None = None, **data: Any) -> Config:
     table = {"chat_template": "chatml", "heldout_fraction": 0.0, "seq_len": 64} | corpus_of | data
-    return Config.model_validate(
-        {"model": {"config": "."}, "data": table, "train": {"epochs": 1, "global_batch": 1, "micro_batch": 1}}
-    )
+    train: dict[str, Any] = {"epochs": 1, "global_batch": 1, "micro_batch": 1}
+    if asked is not None:
+        train |= {"generate": asked, "generate_tokens": 1, "eval_every": 1}
+        table = {key: value for key, value in table.items() if key != "heldout_fraction"}
+    return Config.model_validate({"model": {"config": "."}, "data": table, "train": train})
 
 
 @pytest.mark.parametrize("pack", ["isolated", "none", "joined"])
@@ -315,3 +318,27 @@ def test_columns_are_found_in_any_case() -> None:
         "prompt": "Question",
         "completion": "Answer",
     }
+
+
+def test_prompts_and_completions_that_are_messages_pass_through_the_template(tmp_path: Path) -> None:
+    """Its date once was that of each preparation, unsaid; the prompts of ``train.generate`` were not rendered."""
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    rows = [{"prompt": [{"role": "user", "content": "q"}], "completion": "a"} for _ in range(3)]
+    given = {"path": lines(tmp_path / "rows.jsonl", rows), "chat_template": str(template), "date": "2024-02-03"}
+    corpus = prepared(tmp_path, **given)
+    assert corpus.date == "2024-02-03" and text_of(corpus).count("03 Feb 2024<|im_start|>user\nq<|im_end|>") == 3
+    config = configured(given, asked=["q"], seq_len=128)
+    assert bytes(Generator(config, corpus.kind, corpus.date).ids[0]).startswith(
+        b"03 Feb 2024<|im_start|>user\nq<|im_end"
+    )
+
+
+def test_plain_prompts_beside_plain_text_are_no_conversations(tmp_path: Path) -> None:
+    """The prompts of ``train.generate`` were once rendered by a template that no row had passed through."""
+    (tmp_path / "note.txt").write_text("one two three")
+    pairs = lines(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}])
+    sources = {"sources": [{"path": pairs}, {"path": str(tmp_path / "note.txt")}], "chat_template": None}
+    corpus = prepared(tmp_path, **sources)
+    config = configured(sources, asked=["1+1="])
+    assert bytes(Generator(config, corpus.kind).ids[0]) == b"1+1="

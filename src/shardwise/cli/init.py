@@ -177,14 +177,13 @@ def _lengths(found: _Found, table: DataTable, columns: Columns) -> tuple[list[in
 
     Return also the template that they need beside the tokenizer's, and their share of the data.
     """
-    template = None
-    if columns.kind in ("messages", "instruction"):
+    template, source = None, find_source(str(table.path), "--data", table, Path())
+    if source.is_rendered(columns):
         try:
             load_tokenizer(found.tokenizer).template(None)
         except UserError:
             template = "chatml"
     encoder = Encoder(found.tokenizer, columns.kind, template, "auto")
-    source = find_source(str(table.path), "--data", table, Path())
     bad = BadRows(skip=True)
     batches = list(islice(source.batches(columns, bad), -(-_LOOKED_AT // 128)))
     coded = [one for batch in batches for one in encoder.encode(batch.documents)]

@@ -310,7 +310,8 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log
     for one, columns in zip(readings, known, strict=True):
         if columns.kind != "text":
             log(f"rows {f'of {one.name} ' if one.name else ''}are {columns}")
-    encoder = _encoder(table, {one.kind for one in known}, log)
+    rendered = any(one.source.is_rendered(columns) for one, columns in zip(readings, known, strict=True))
+    encoder = _encoder(table, {one.kind for one in known}, rendered, log)
     bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
         sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]
@@ -361,16 +362,20 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log
     }
 
 
-def _encoder(table: DataTable, kinds: set[Kind], log: _Log) -> Encoder:
-    """Return what encodes rows of these kinds; a template whose turns end in no token of their own is reported."""
+def _encoder(table: DataTable, kinds: set[Kind], rendered: bool, log: _Log) -> Encoder:
+    """Return what encodes rows of these kinds, some of them ``rendered`` by the chat template.
+
+    Its own kind is that of all rows, or else the one that says most. A template whose turns end in no token of their
+    own is reported.
+    """
     if kinds == {"text"} and (moot := [key for key, plain in _PLAIN.items() if getattr(table, key) not in plain]):
         raise DataError(
             f"data.{moot[0]} '{getattr(table, moot[0])}' does nothing for plain text, of which every token has a loss; "
             "remove it, or name the columns of conversations in data.columns"
         )
-    kind = next(iter(kinds)) if len(kinds) == 1 else "messages"
+    one: Kind = "messages" if rendered else "completion"
+    kind = next(iter(kinds)) if len(kinds) == 1 and kinds != {"completion"} else one
     encoder = Encoder(table.tokenizer, kind, table.chat_template, table.loss_on)
-    rendered = bool(kinds & {"messages", "instruction"})
     if rendered and encoder.template.computes_date:
         text = "the chat template writes today's date in a format that is no text of its own"
         if table.date is not None:

@@ -111,6 +111,18 @@ class DataSource:
                 return columns_of(known, asked, {str(part): name for part, name in table.columns.items()}, where)
         return None
 
+    def is_rendered(self, columns: Columns) -> bool:
+        """Return whether rows pass through a chat template; of prompts and completions, the first row tells.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        if columns.kind != "completion":
+            return columns.kind != "text"
+        with _reading(self):
+            first = next((row for _, row, _ in _rows(self, columns)), {})
+        return any(isinstance(first.get(name), list) for name in columns.names.values())
+
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any], int]]:
         """Yield the place of each row, all its columns, and the bytes of the files read so far.
 
