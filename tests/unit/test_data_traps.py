@@ -18,9 +18,9 @@ from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.train.data.data_receipt import data_receipt
 from shardwise.train.data.documents import Document, columns_of
-from shardwise.train.data.isolation import Isolation
+from shardwise.train.data.isolation import Isolation, shared_rows
 from shardwise.train.data.packing import pieces_of
-from shardwise.train.data.samples import IGNORED, IsolatedSamples, PackedSamples, samples_for
+from shardwise.train.data.samples import IGNORED, IsolatedSamples, JoinedSources, PackedSamples, samples_for
 from shardwise.train.data.tokenizer import load_tokenizer
 from shardwise.train.generate import Generator
 
@@ -298,6 +298,26 @@ def test_isolation_is_unknown_where_an_open_border_would_not_show() -> None:
     assert "unknown" in isolation_line(Isolation(change=0.0, open_change=0.0, documents=4)).found
     assert Isolation(change=0.0, open_change=1e-4, documents=4).ok is True
     assert Isolation(change=1e-4, open_change=0.0, documents=4).ok is False
+    assert 'set data.pack = "none"' in isolation_line(Isolation(change=1e-4, open_change=0.0, documents=4)).found
+
+
+def test_documents_of_one_sample_are_compared_wherever_there_are_some(tmp_path: Path) -> None:
+    """A model that sees over borders once went unnoticed where the first step's samples held a long document each."""
+    rows = [chat("q", "a" * (90 + i)) for i in range(20)] + [chat("q", f"s{i}") for i in range(4)]
+    corpus = prepared(tmp_path, path=lines(tmp_path / "rows.jsonl", rows), seq_len=128)
+    samples = IsolatedSamples(corpus.train, 128, corpus.separator)
+    everything = np.arange(-1, len(samples))
+    shared = [number for number in range(len(samples)) if samples.documents(np.array([number])) > 1]
+    assert samples.is_shared(everything).nonzero()[0].tolist() == [number + 1 for number in shared]
+    alone = np.array([number for number in range(len(samples)) if number not in shared][:2])
+    for place in (0, 1):
+        found = shared_rows(samples, alone, everything, 2, place)
+        assert len(found) == 2 and set(found.tolist()) <= set(shared)
+    own = np.array([alone[0], shared[0]])
+    assert shared_rows(samples, own, everything, 2, 0) is own and shared_rows(samples, alone, alone, 2, 0) is alone
+    joined = JoinedSources([samples, samples], ["one", "two"])
+    twice = [*shared, *(number + len(samples) for number in shared)]
+    assert (joined.is_shared(np.arange(-1, len(joined))).nonzero()[0] - 1).tolist() == twice
 
 
 def test_bytes_have_no_token_for_a_template_that_ends_turns_with_one(tmp_path: Path) -> None:

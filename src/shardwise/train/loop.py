@@ -30,7 +30,7 @@ from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.average import WeightAverage
 from shardwise.train.config import Config
-from shardwise.train.data.isolation import Isolation, measure_isolation
+from shardwise.train.data.isolation import Isolation, measure_isolation, shared_rows
 from shardwise.train.data.order import rank_ids
 from shardwise.train.data.samples import (
     IsolatedSamples,
@@ -63,6 +63,8 @@ from shardwise.train.tasks.registry import (
     samples_of,
 )
 from shardwise.train.training_parts import TrainingLoss, TrainingParts
+
+_LOOKED_AT = 64  # steps whose samples are looked through for some that hold several documents
 
 
 class TrainingRun:
@@ -160,12 +162,13 @@ class TrainingRun:
         return Outcome(self.session.steps_done, self.tokens, self.labels, self.last_loss, found.evaluation, found.best)
 
     def _isolation(self) -> Isolation | None:
-        """Measure whether documents of this rank's first micro batch see each other."""
+        """Measure whether documents of one sample see each other, in a micro batch of this rank."""
         if not isinstance(self.samples, IsolatedSamples | JoinedSources) or not self.samples.isolated:
             return None
-        dp = self.plan.dims.dp
-        row = rank_ids(self.order, self.position, dp, self.session.place.dp, self.micro_batch, 1)[0]
-        return measure_isolation(self.session, self.samples, row)
+        dp, place = self.plan.dims.dp, self.session.place.dp
+        row = rank_ids(self.order, self.position, dp, place, self.micro_batch, 1)[0]
+        later = self.order.ids(self.position, _LOOKED_AT * self.global_batch)
+        return measure_isolation(self.session, self.samples, shared_rows(self.samples, row, later, dp, place))
 
     def _prepare(self) -> nn.Module:
         config = self.config

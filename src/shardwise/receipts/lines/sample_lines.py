@@ -55,15 +55,16 @@ def packed_line(*, mask_borders: bool) -> Line:
 def isolation_line(found: Isolation) -> Line:
     """Report whether one document of a sample moves the loss of another."""
     if found.wrong_rows:
-        found_text = f"{found.wrong_rows} samples of the first step are not whole documents with their own labels"
+        found_text = f"{found.wrong_rows} samples are not whole documents with their own labels"
     elif not found.documents:
-        found_text = "one document in each sample of the first step"
+        found_text = "one document in each sample of the first steps"
     else:
         kind = {True: "isolated", False: "not isolated", None: "unknown, as nothing moves this loss"}[found.ok]
         found_text = (
             f"{kind}: another document moves a loss by {found.change:.2g} of it "
             f"({found.documents} compared; without borders {found.open_change:.2g})"
         )
+        found_text += "" if found.ok is not False else '; set data.pack = "none", which gives each a sample of its own'
     return Line(name=PACKED, planned="isolated", found=found_text, ok=found.ok)
 
 

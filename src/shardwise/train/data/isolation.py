@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.distributed.process_group import Ranks, gather_text
@@ -92,6 +93,19 @@ def measure_isolation(session: TrainingSession, samples: IsolatedSamples | Joine
         documents=int(sum(row[3] for row in rows)),
         wrong_rows=int(max(row[4] for row in rows)),
     )
+
+
+def shared_rows(
+    samples: IsolatedSamples | JoinedSources, first: NDArray[np.int64], later: NDArray[np.int64], dp: int, place: int
+) -> NDArray[np.int64]:
+    """Return as many rows of several documents as ``first`` has, its own or, where it has none, from ``later``.
+
+    Each of ``dp`` places gets others of them where there are enough. Without any, ``first`` stays.
+    """
+    if samples.is_shared(first).any():
+        return first
+    found = later[samples.is_shared(later)]
+    return np.resize(found[place % len(found) :: dp], len(first)) if len(found) else first
 
 
 def _changed(ids: Tensor, where: Tensor | None) -> Tensor:

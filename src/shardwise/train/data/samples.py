@@ -266,6 +266,10 @@ class IsolatedSamples:
         """Count tokens by role; see `NumberedSamples.roles`."""
         return _roles(self._marks, self._begins + 1, self._lengths)
 
+    def is_shared(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of these samples hold several documents; the empty sample, -1, does not."""
+        return (ids >= 0) & (self._rows[ids + 1] - self._rows[ids] > 1)
+
     def documents(self, ids: NDArray[np.int64]) -> int:
         """Count the documents (pieces of long ones) in these samples."""
         return int((self._rows[ids + 1] - self._rows[ids]).sum())
@@ -403,6 +407,15 @@ class JoinedSources:
         source = int(self.source_of(np.int64(max(number, 0))))
         part, within = self.parts[source], number - int(self._firsts[source]) if number >= 0 else -1
         return not isinstance(part, IsolatedSamples) or part.is_right(within, inputs, positions, labels)
+
+    def is_shared(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of these samples hold several documents that must not see each other."""
+        shared, sources = np.zeros(len(ids), np.bool_), self.source_of(np.maximum(ids, 0))
+        for number, part in enumerate(self.parts):
+            here = (sources == number) & (ids >= 0)
+            if isinstance(part, IsolatedSamples):
+                shared[here] = part.is_shared(ids[here] - self._firsts[number])
+        return shared
 
     def __len__(self) -> int:
         """Return the number of samples."""
