@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
+from shardwise.cli.export_model import stop_where_answers_end
 from shardwise.errors import DataError
 from shardwise.receipts.lines.sample_lines import isolation_line
 from shardwise.report.sample_preview import parts_of, terminal_text
@@ -18,6 +21,7 @@ from shardwise.train.data.chat import CHATML, ROLES, ChatTemplate
 from shardwise.train.data.corpus import Corpus, prepare_corpus
 from shardwise.train.data.data_receipt import data_receipt
 from shardwise.train.data.documents import Document, columns_of
+from shardwise.train.data.encode import Encoder
 from shardwise.train.data.isolation import Isolation, shared_rows
 from shardwise.train.data.packing import pieces_of
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, JoinedSources, PackedSamples, samples_for
@@ -125,8 +129,7 @@ def test_the_end_of_a_turn_behind_another_special_token_is_trained() -> None:
     assert [found.text[one.begin : one.end] for one in found.spans if one.trained] == ["<box>1,2</box><|im_end|>"]
 
 
-@pytest.mark.parametrize("trim", [False, True])
-def test_white_space_of_an_answer_is_trained_where_offsets_leave_it_out(tmp_path: Path, trim: bool) -> None:
+def byte_level(folder: Path, *, trim: bool = False) -> Any:
     library = pytest.importorskip("tokenizers")
     made = library.Tokenizer(library.models.BPE(vocab={}, merges=[]))
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,7 +139,38 @@ def test_white_space_of_an_answer_is_trained_where_offsets_leave_it_out(tmp_path
     made.train_from_iterator(
         [], library.trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=["<|im_end|>", "<|endoftext|>"])
     )
-    made.save(str(tmp_path / "tokenizer.json"))
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
+def test_generation_stops_where_answers_end(tmp_path: Path) -> None:
+    """A base model's own end is that of a document: an exported chat model once went on behind its answers."""
+    made, name = byte_level(tmp_path), str(tmp_path / "tokenizer.json")
+    turn, document = (made.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>"))
+    ends = {kind: Encoder(name, kind, "chatml", "auto").end_of_answers() for kind in ("messages", "completion", "text")}
+    assert ends == {"messages": turn, "completion": document, "text": document} and turn != document
+    assert Encoder("bytes", "messages", "chatml", "auto").end_of_answers() is None, "there it is ten tokens"
+    given = {"path": lines(tmp_path / "rows.jsonl", [chat("q", "a")]), "tokenizer": name}
+    config = configured(given, asked=["q"])
+    generator = Generator(config, "messages")
+    assert generator._text(torch.tensor([*made.encode("hi").ids, turn, *made.encode("more").ids, document])) == "hi"
+    corpus, output, target = prepared(tmp_path, **given), tmp_path / "run", tmp_path / "model"
+    output.mkdir()
+    (output / "job.json").write_text(json.dumps({"corpus": str(corpus.folder)}))
+    config = config.model_copy(update={"train": config.train.model_copy(update={"output": str(output)})})
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"eos_token_id": document, "bos_token_id": None}))
+    for settings in ({}, {"eos_token_id": [document], "temperature": 0.6}, {"eos_token_id": [7, turn]}):
+        (target / "generation_config.json").write_text(json.dumps(settings))
+        stop_where_answers_end(config, target, Console(quiet=True))
+        found = json.loads((target / "generation_config.json").read_text())
+        assert found["eos_token_id"] == ([7, turn] if 7 in settings.get("eos_token_id", []) else [document, turn])
+        assert found.get("temperature") == settings.get("temperature")
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_white_space_of_an_answer_is_trained_where_offsets_leave_it_out(tmp_path: Path, trim: bool) -> None:
+    made = byte_level(tmp_path, trim=trim)
     answer = "if x:\n    return  😀\n"
     path = lines(tmp_path / "rows.jsonl", [chat("q", answer), chat("half \ud83d", "a")])
     corpus = prepared(tmp_path, path=path, tokenizer=str(tmp_path / "tokenizer.json"))

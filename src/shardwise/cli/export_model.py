@@ -6,18 +6,23 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from shardwise.checkpoint.format import newest, step_folder
 from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.cli.checkpoint import run_convert, run_merge
-from shardwise.errors import MachineError
+from shardwise.errors import DataError, MachineError
 from shardwise.run.checks import adapter_of
 from shardwise.run.run_summary import summary_of
 from shardwise.train.config import Config
+from shardwise.train.data.corpus import Corpus, open_corpus
+from shardwise.train.data.encode import Encoder
 from shardwise.train.data.tokenizer import TOKENIZER_NAMES, save_tokenizer, tokenizer_files
+from shardwise.train.run_files import RunFile
 
 FOLDER = "model"
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def export_model(config: Config, console: Console, *, as_json: bool) -> Path | None:
@@ -53,6 +58,8 @@ def export_model(config: Config, console: Console, *, as_json: bool) -> Path | N
         file.unlink()  # that of the model's folder, which may be another
     save_tokenizer(config.data.tokenizer, config.data.chat_template, target)
     console.print(f"export: tokenizer of data.tokenizer '{config.data.tokenizer}' is beside it", markup=False)
+    if kind == "hf":
+        stop_where_answers_end(config, target, console)
     try:
         (target / "shardwise.json").write_text(
             json.dumps(
@@ -62,6 +69,44 @@ def export_model(config: Config, console: Console, *, as_json: bool) -> Path | N
     except OSError as error:
         raise MachineError(f"'{target}' cannot be written: {error.strerror}; make room, and run again") from None
     return target
+
+
+def stop_where_answers_end(config: Config, target: Path, console: Console) -> None:
+    """Let generation stop at the token that ended the answers in training, where the model's own end is another.
+
+    A base model's is often that of a document, and would never come: its answers would go on and on.
+    """
+    corpus = _corpus(config)
+    if corpus is None or corpus.kind == "text":
+        return
+    encoder = Encoder(config.data.tokenizer, corpus.kind, config.data.chat_template, "auto")
+    end = encoder.end_of_answers()
+    if end is None:
+        return
+    facts, file = json.loads((target / "config.json").read_text()), target / "generation_config.json"
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    settings = {key: facts[key] for key in _SPECIAL if facts.get(key) is not None} | settings
+    known = settings.get("eos_token_id")
+    ids = known if isinstance(known, list) else [] if known is None else [known]
+    if end in ids:
+        return
+    settings["eos_token_id"] = [*ids, end]
+    settings.pop("_from_model_config", None)
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+    console.print(
+        f"export: generation stops at {encoder.tokenizer.decode(np.array([end]))!r} (token {end}), where answers end "
+        f"in training; the model's own end is {', '.join(map(str, ids)) or 'unknown'}",
+        markup=False,
+    )
+
+
+def _corpus(config: Config) -> Corpus | None:
+    """Return the data of the run; ``None`` where it was deleted, or is of another task."""
+    try:
+        job = json.loads((Path(config.train.output) / RunFile.JOB).read_text())
+        return open_corpus(Path(job["corpus"]))
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
 
 
 def _tokenizer(config: Config) -> list[Path]:

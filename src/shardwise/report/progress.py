@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ class ProgressReporter:
     ) -> None:
         """Move the bar; without a terminal, print one line for each tenth of the run."""
         trained = f", {trained_share:.1%} with a loss" if trained_share < ALL else ""
-        news = f"loss {loss:.4f}  {count_text(per_second)} {noun}/s{trained}"
+        found = f"loss {loss:.4f}" if math.isfinite(loss) else "no label in this step"
+        news = f"{found}  {count_text(per_second)} {noun}/s{trained}"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number, news=news)
         elif number * PLAIN_LINES // self._total > self._tenth or number == self._first + 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from shardwise.errors import ConfigError
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.train.config import Config
-from shardwise.train.data.documents import RowProblem
+from shardwise.train.data.documents import Kind, RowProblem
+from shardwise.train.data.encode import Encoder
 from shardwise.train.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.train.loss import full_logits
 from shardwise.train.session import Session
@@ -49,6 +50,8 @@ class Generator:
             )
         if problems:
             raise ConfigError(*problems)
+        answer = Encoder(config.data.tokenizer, cast(Kind, kind), config.data.chat_template, "auto").end_of_answers()
+        self.ends = [self.tokenizer.separator, *([] if answer is None else [answer])]
         self.length = min(-(-longest // 64) * 64, config.data.seq_len)  # a multiple of any degree of tensor parallel
 
     def _rendered(self, prompt: str, config: Config, kind: str) -> str:
@@ -61,7 +64,7 @@ class Generator:
             raise ConfigError(f"train.generate {prompt!r:.60}: {problem}") from None
 
     def texts(self, session: Session) -> list[str]:
-        """Return a continuation of each prompt, up to the token that ends a document. Collective."""
+        """Return a continuation of each prompt, up to the token that ends a document or an answer. Collective."""
         device, separator = session.device, self.tokenizer.separator
         rows = torch.full((len(self.ids), self.length), separator, dtype=torch.int64, device=device)
         ends = torch.tensor([len(ids) for ids in self.ids], device=device)
@@ -95,5 +98,5 @@ class Generator:
 
     def _text(self, ids: torch.Tensor) -> str:
         made = ids.cpu().numpy()
-        ends = np.flatnonzero(made == self.tokenizer.separator)
+        ends = np.flatnonzero(np.isin(made, self.ends))
         return self.tokenizer.decode(made[: int(ends[0])] if len(ends) else made)

@@ -274,7 +274,7 @@ class TrainingRun:
         per_second = (window.tokens if of_tokens else window.steps * self.global_batch) / window.seconds
         metrics.write(
             step=result.number,
-            loss=result.loss,
+            loss=result.loss if math.isfinite(result.loss) else None,  # no label in this step; JSON has no NaN
             learning_rate=rate,
             grad_norm=result.grad_norm,
             step_time_s=window.seconds / window.steps,

@@ -95,7 +95,7 @@ class Corpus:
     fingerprint: str
     order0_bits: float
     order1_bits: float
-    kind: str = "text"
+    kind: Kind = "text"
     left_out: int = 0
     left_out_first: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()

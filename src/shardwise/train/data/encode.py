@@ -73,6 +73,17 @@ class Encoder:
             return 1
         return len(next(iter(self.tokenizer.encode(["<|im_end|>"]))))
 
+    def end_of_answers(self) -> int | None:
+        """Return the token at which an answer ends; ``None`` where it is several, or the template writes none."""
+        if self.kind in ("text", "completion"):
+            return self.tokenizer.separator
+        turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        found = self.encode([Document("", messages=turns, trained_from=1)])[0]
+        trained = [] if isinstance(found, str) else found.ids[np.frombuffer(found.marks, np.uint8) & 1 == 1]
+        if not len(trained) or self.tokenizer.decode(np.asarray(trained[-1:])) not in self.template.ends:
+            return None
+        return int(trained[-1])
+
     @property
     def loss(self) -> LossOn:
         """The parts of a conversation with a loss."""
