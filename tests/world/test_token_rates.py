@@ -53,6 +53,23 @@ def test_tokens_of_samples_are_those_that_are_not_padding() -> None:
         assert unmarked.num_tokens(everything) == int((unmarked.batch(everything)[1] != -100).sum())
 
 
+def test_a_step_without_a_label_has_no_loss_and_json_has_no_nan(tmp_path: Path) -> None:
+    train = {"steps": 8, "global_batch": 1, "log_every": 1, "output": str(tmp_path / "run")}
+    data = {"seq_len": 8, "pack": "joined"}
+    folder = base(tmp_path / "base", tied=True)
+    table = config(folder, "ddp", 1).data.model_dump(exclude_unset=True)
+    run_world(trained, 1, job_of(config(folder, "ddp", 1, train=train, data=table | data)).to_json())
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = [line for line in (json.loads(text, parse_constant=refuse) for text in written) if "loss" in line]
+    labels = np.diff([0, *(line["labels"] for line in lines)])
+    assert len(lines) == 8 and 0 < (labels == 0).sum() < 8
+    assert [line["loss"] is None for line in lines] == (labels == 0).tolist()
+
+
 def test_a_run_tells_both_sums_and_goes_on_with_them(tmp_path: Path) -> None:
     folder = base(tmp_path / "base", tied=True)
 
