@@ -1,0 +1,44 @@
+"""Engines by name: what each renders, refuses and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch.engines.kubernetes import kubernetes_problems, render_kubernetes, submit_kubernetes
+from shardwise.launch.engines.launch_request import LaunchRequest
+from shardwise.launch.engines.skypilot import render_skypilot, skypilot_problems, submit_skypilot
+from shardwise.launch.engines.slurm import render_slurm, slurm_problems, submit_slurm
+from shardwise.launch.engines.torchrun import render_torchrun, torchrun_problems
+
+
+@dataclass(frozen=True)
+class LaunchEngine:
+    """Engine: its file's ending, its client, and how its pieces are made.
+
+    ``shares_files`` tells whether nodes see the files of this machine; ``storage`` is where an engine that does not
+    mounts its storage. ``submit`` is None where the file is not submitted but run.
+    """
+
+    client: str
+    suffix: str
+    render: Callable[[LaunchRequest, str, str], str]
+    problems: Callable[[LaunchRequest], list[str]]
+    submit: Callable[[LaunchRequest, Path], list[str]] | None = None
+    storage: str | None = None
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether the nodes have this machine's files at the same paths."""
+        return self.storage is None
+
+
+ENGINES = {
+    "torchrun": LaunchEngine("ssh", ".torchrun.sh", render_torchrun, torchrun_problems),
+    "slurm": LaunchEngine("sbatch", ".sbatch", render_slurm, slurm_problems, submit_slurm),
+    "kubernetes": LaunchEngine(
+        "kubectl", ".kubernetes.yaml", render_kubernetes, kubernetes_problems, submit_kubernetes, "/workspace"
+    ),
+    "skypilot": LaunchEngine("sky", ".sky.yaml", render_skypilot, skypilot_problems, submit_skypilot, "/bucket"),
+}
