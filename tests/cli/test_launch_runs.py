@@ -1,0 +1,78 @@
+"""What ``shardwise launch`` renders, run: torchrun over a stand-in for ssh, and a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.format import newest
+from tests.cli import configs
+from tests.commands import shardwise
+
+SSH = """\
+import os, sys
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+os.execvp("sh", ["sh", "-c", sys.argv[-1]])
+"""
+STEPS = {"train": {"steps": 60}, "checkpoint": {"every": 0, "async_save": True}}
+
+
+def hashes(folder: Path) -> dict[str, list[str]]:
+    path = newest(folder / "run" / "checkpoints")
+    assert path is not None
+    return configs.hashes(path)
+
+
+def alone(folder: Path, **changes: dict[str, object]) -> Path:
+    """The same run, with both ranks on this machine and no engine."""
+    folder.mkdir()
+    configs.train(configs.write_config(folder, parallel={"nproc": 2, "strategy": "ddp"}, **changes))
+    return folder
+
+
+def test_torchrun_over_ssh_trains_as_one_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, folder = tmp_path / "bin", tmp_path / "two nodes"  # a folder that needs quotes
+    tools.mkdir()
+    folder.mkdir()
+    (tools / "ssh").write_text(f"#!{sys.executable}\n{SSH}")
+    (tools / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    config = configs.write_config(folder, parallel={"device": "cpu", "nproc": None})
+    words = ("--via", "torchrun", "--nodes", "2", "--nproc", "1", "--hosts", "localhost,n2", "-o", str(folder / "file"))
+    out, _ = shardwise("launch", str(config), *words)
+    assert "localhost | " in out
+    assert "n2        | " in out
+    other = alone(tmp_path / "alone")
+    assert configs.losses(folder) == configs.losses(other)
+    assert hashes(folder) == hashes(other)
+
+
+def test_slurm_trains_and_is_queued_again_before_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = pytest.importorskip("tests.slurm")
+    if (why := slurm.why_not()) is not None:
+        pytest.skip(why)
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    config = configs.write_config(folder, parallel={"device": "cpu", "nproc": None}, **STEPS)
+    words = ("--via", "slurm", "--nodes", "2", "--nproc", "1", "--interface", "lo", "--no-doctor", "--json")
+    with slurm.two_nodes() as cluster:
+        for name, value in cluster.env.items():
+            monkeypatch.setenv(name, value)
+        out, _ = shardwise("launch", str(config), *words, "-o", str(folder / "file"))
+        job = json.loads(out.splitlines()[-1])["submitted"]
+        report = folder / "run" / f"slurm-{job}.log"
+        metrics = folder / "run" / "metrics.jsonl"
+        cluster.wait_for(lambda: metrics.exists() and '{"step": 5, ' in metrics.read_text(), report)
+        cluster.tool("scancel", "--batch", "--signal=USR1", job)
+        cluster.hurry(job, 1)
+        found = cluster.wait(job, report=report)
+    assert (found["Restarts"], found["NumNodes"]) == ("1", "2")
+    assert "saved before the time limit: queued again" in report.read_text()
+    assert not (folder / "run" / "preempted").exists()
+    other = alone(tmp_path / "alone", **STEPS)
+    assert configs.losses(folder) == configs.losses(other)
+    assert hashes(folder) == hashes(other)
