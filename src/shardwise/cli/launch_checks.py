@@ -26,6 +26,7 @@ from shardwise.launch.engines.skypilot import config_folder
 from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.run.job import draft_plan
 from shardwise.train.config import Config, read_config
 
 CORES_OF_GPU = 8
@@ -145,7 +146,9 @@ def checked(words: LaunchWords, of_engines: Mapping[str, Any]) -> Launch:
     if words.interface is not None and (not words.interface.isprintable() or " " in words.interface):
         problems.append(f"--interface '{words.interface}' is not the name of an interface; ip link lists them")
     if cluster is not None:
-        problems += _world_problems(words, config, plan, cluster)
+        problems += (wrong := _world_problems(words, config, plan, cluster))
+        if plan is None and not wrong:
+            tried(problems, partial(draft_plan, config, cluster))  # the split of the batch
     problems += _node_problems(words, config)
     problems += [] if engine.shares_files else _storage_problems(words, config, options)
     needs_client = engine.submit is not None or options.get("hosts")

@@ -146,7 +146,7 @@ _verb(
     "launch",
     "launch:run_launch",
     "Train on many machines with an engine: torchrun, Slurm, Kubernetes or SkyPilot.\n\n"
-    "Example: shardwise launch examples/stdlib.toml --nodes 2 --via slurm --gpu H100-SXM --time 24:00:00 --dry-run",
+    "Example: shardwise launch examples/stdlib.toml --nodes 2 --nproc 4 --via slurm --gpu H100-SXM --dry-run",
 )
 _verb(
     "plan",

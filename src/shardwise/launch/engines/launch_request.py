@@ -12,9 +12,19 @@ from typing import Any, Literal
 from shardwise.hardware.gpus import GpuSpec
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+NO_INTERFACE = "NCCL and gloo each choose a network interface. If they choose wrong: shardwise launch --interface NAME."
 RANKS_END_S = 20  # of the grace period, for torchrun and the engine to end after the ranks
 FIRST_PORT, PORTS = 15000, 16000  # below the range that systems hand out by themselves
 LONGEST_NAME = 40  # a pod's host name adds to it, and has at most 63 letters
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Environment variable, with the reason that the engine's file gives for it."""
+
+    name: str
+    value: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -60,16 +70,35 @@ class LaunchRequest:
         return FIRST_PORT + zlib.crc32(f"{self.name} {self.output}".encode()) % PORTS
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Environment of torchrun on each node; the templates say why."""
-        found = {
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(self.grace_s - RANKS_END_S),
-            "OMP_NUM_THREADS": str(max(1, self.cores // self.nproc)),
-        }
+    def variables(self) -> tuple[Variable, ...]:
+        """Environment of torchrun on each node."""
+        save_s, threads = self.grace_s - RANKS_END_S, max(1, self.cores // self.nproc)
+        found = [
+            Variable(
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+                "1",
+                "Workers of a restart would find the store's keys of the attempt before, and gloo would hang on them.",
+            ),
+            Variable(
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+                str(save_s),
+                f"torchrun kills ranks that are still saving {save_s} s after a signal; its default is 30 s.",
+            ),
+            Variable(
+                "OMP_NUM_THREADS",
+                str(threads),
+                "The cores of a node, divided by its ranks; torchrun's default is one thread for each rank.",
+            ),
+        ]
+        if self.device == "cuda":
+            why = "The plan's memory assumes it: without it PyTorch reserves up to a tenth more."
+            found.append(Variable("PYTORCH_ALLOC_CONF", "expandable_segments:True", why))
         if self.interface is not None:
-            found |= {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface}
-        return found
+            nccl = "The network interface of NCCL, as given by --interface; it would choose one by itself."
+            gloo = "The same for gloo, which carries control messages, and all that ranks on CPUs exchange."
+            found.append(Variable("NCCL_SOCKET_IFNAME", self.interface, nccl))
+            found.append(Variable("GLOO_SOCKET_IFNAME", self.interface, gloo))
+        return tuple(found)
 
     @property
     def torchrun_options(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from shardwise.launch.engines.launch_request import LaunchRequest
+from shardwise.launch.engines.launch_request import NO_INTERFACE, LaunchRequest
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def render(template: str, request: LaunchRequest, **more: object) -> str:
     """Fill the file ``template`` of this package with a request and ``more`` values."""
-    return _environment().get_template(template).render(r=request, **more)
+    return _environment().get_template(template).render(r=request, no_interface=NO_INTERFACE, **more)
 
 
 @cache

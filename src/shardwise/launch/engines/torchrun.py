@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import IO
 
 from shardwise.errors import Interrupted, RankError
-from shardwise.launch.engines.launch_request import LaunchRequest
+from shardwise.launch.engines.launch_request import NO_INTERFACE, LaunchRequest
 
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15")
 """A terminal (-tt), so that Ctrl-C and the end of the connection reach torchrun; no question for a password."""
@@ -31,7 +31,7 @@ def torchrun_words(request: LaunchRequest, node: int) -> list[str]:
         words += [f"--nnodes={request.nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint(request)}"]
         words += [f"--rdzv-id={request.name}", f"--rdzv-conf={host}"]
     words += [f"--nproc-per-node={request.nproc}", *request.torchrun_options, *request.train]
-    return ["env", *(f"{name}={value}" for name, value in request.variables.items()), *words]
+    return ["env", *(f"{one.name}={one.value}" for one in request.variables), *words]
 
 
 def torchrun_line(request: LaunchRequest, node: int) -> str:
@@ -55,12 +55,8 @@ def render_torchrun(request: LaunchRequest, file: str, header: str) -> str:
             f"# One line for each node; {endpoint(request)} must be the first, and all must reach it. Start them",
             "# within 15 minutes (join_timeout). Each node needs this Python, and the same files at the same paths.",
         ]
-    lines += [
-        "# TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a restart would find the store's keys of the attempt before, and hang.",
-        "# TORCH_ELASTIC_SHUTDOWN_TIMEOUT: seconds that ranks may save after a signal; torchrun's default is 30.",
-    ]
-    if request.interface is None:
-        lines.append("# NCCL and gloo each choose a network interface. If they choose wrong: --interface NAME.")
+    lines += [f"# {one.name}: {one.why}" for one in request.variables]
+    lines += [f"# {NO_INTERFACE}"] if request.interface is None else []
     if request.nodes == 1:
         return "\n".join([*lines, torchrun_line(request, 0), ""])
     lines += ['case "$1" in']
