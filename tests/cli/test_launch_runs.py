@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from shardwise.checkpoint.format import newest
 from tests.cli import configs
+from tests.cli.test_readme import fits, masked
 from tests.commands import shardwise
 
 SSH = """\
@@ -19,6 +22,11 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 os.execvp("sh", ["sh", "-c", sys.argv[-1]])
 """
 STEPS = {"train": {"steps": 60}, "checkpoint": {"every": 0, "async_save": True}}
+
+
+PAGE = (configs.ROOT / "docs" / "many-machines.md").read_text()
+SESSIONS = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", PAGE)
+LINES = re.findall(r"^(shardwise launch .+?)(?: +#.*)?$", PAGE, flags=re.MULTILINE)
 
 
 def hashes(folder: Path) -> dict[str, list[str]]:
@@ -77,3 +85,30 @@ def test_slurm_trains_and_is_queued_again_before_its_time_limit(
     other = alone(tmp_path / "alone", **STEPS)
     assert configs.losses(folder) == configs.losses(other)
     assert hashes(folder) == hashes(other)
+
+
+def test_the_sessions_of_the_page(tmp_path: Path) -> None:
+    assert len(SESSIONS) == 2
+    places = {"/shared/runs/lm": str(tmp_path / "lm"), "lm.sbatch": str(tmp_path / "lm.sbatch")}
+    for command, expected in SESSIONS:
+        for shown, place in places.items():
+            command = command.replace(shown, place)
+        done = shardwise(*shlex.split(command)[1:], exit_code=None)
+        found = done.stdout + done.stderr
+        for shown, place in reversed(places.items()):
+            found = found.replace(place, shown)
+        wrong = fits(masked(found), masked(expected))
+        assert not wrong, f"{command}: {wrong}\n{found}"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_page_is_taken(line: str, tmp_path: Path) -> None:
+    """Only the config is another one; the model is small, and the batch divides."""
+    config = configs.write_config(
+        tmp_path, parallel={"nproc": None}, train={"output": "runs/page", "global_batch": 128}, data={"path": "corpus"}
+    )
+    words = shlex.split(line.replace("lm.toml", str(config)))[1:]
+    shares = words[words.index("--via") + 1] in ("torchrun", "slurm")
+    more = [f"train.output={tmp_path / 'run'}", "data.path=python:json"] if shares else []
+    done = shardwise(*words, "--dry-run", "-o", str(tmp_path / "file"), *more)
+    assert "dry run: nothing was submitted" in done.stdout
