@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shardwise.cli.main import app
-from shardwise.errors import RankError, UserError
+from shardwise.errors import MachineError, RankError, UserError
 from shardwise.launch.engines.torchrun import run_over_ssh, torchrun_words
 from tests.cli.configs import write_config
 from tests.golden.test_launch_files import request
@@ -257,10 +257,33 @@ def test_a_file_is_submitted_by_the_engines_client(tmp_path: Path, monkeypatch: 
     result = launch(tmp_path, "--via", "slurm", "--nproc", "1", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["submitted"] == "4711"
+    assert f"output: tail -F {tmp_path}/run/slurm-4711.log" in result.stderr
     assert (tmp_path / "file.seen").read_text() == f"['--parsable', '{tmp_path / 'file'}']"
-    client(tmp_path, "sbatch", "import sys; sys.exit('sbatch: error: invalid partition specified: gpu')")
-    refused = launch(tmp_path, "--via", "slurm", "--nproc", "1")
-    assert "ended with 1: sbatch: error: invalid partition specified: gpu" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("via", "code", "answer", "says"),
+    [
+        ("slurm", 1, "sbatch: error: invalid partition", "ended with 1: sbatch: error: invalid partition"),
+        (
+            "kubernetes",
+            1,
+            'AlreadyExists: configmaps "a"',
+            'configmaps "a"\ngive this one another --name, or delete that',
+        ),
+        ("kubernetes", 0, "trainjob/a created", "kubectl logs -n n -f --prefix -l jobset.sigs.k8s.io/jobset-name=a"),
+    ],
+)
+def test_what_the_client_answers_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, via: str, code: int, answer: str, says: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    answers = {"stdout": "", "stderr": answer} if code else {"stdout": answer, "stderr": ""}
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, code, **answers))
+    more = (*K8S, "--namespace", "n", "train.output=runs/a") if via == "kubernetes" else ()
+    result = launch(tmp_path, "--via", via, "--nproc", "1", *more)
+    assert isinstance(result.exception, MachineError if code else type(None))
+    assert says in f"{result.output}{result.exception}"
 
 
 def test_torchrun_words() -> None:
@@ -314,14 +337,15 @@ def test_the_first_node_that_fails_ends_all(ssh: Path, capfd: pytest.CaptureFixt
     assert line.startswith("cd /home/ada && exec env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ")
 
 
-def test_ctrl_c_lets_the_nodes_save(ssh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_nodes_save(ssh: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals) -> None:
     from shardwise.errors import Interrupted
 
     def later() -> None:
         while not (ssh / "started-long").exists():
             time.sleep(0.05)
         time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=later)
     thread.start()

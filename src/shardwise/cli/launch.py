@@ -98,8 +98,9 @@ def start(launch: Launch) -> None:
             markup=False,
         )
     elif not runs_here:
-        assert launch.engine.submit is not None
+        assert launch.engine.submit is not None and launch.engine.follow is not None
         submitted = submit(launch.engine.submit(request, file), console, as_json=words.as_json)
+        console.print(f"output: {launch.engine.follow(request, submitted)}", markup=False)
     if words.as_json and not runs_here:
         print(json.dumps(document(launch, file, prepared, submitted)), flush=True)
     if runs_here:
@@ -153,6 +154,7 @@ def submit(command: list[str], console: Console, *, as_json: bool) -> str:
     answer = (done.stdout or "").strip()
     if done.returncode:
         said = "" if asks else f": {(done.stderr or answer).strip()}"
+        said += "\ngive this one another --name, or delete that one first" if "AlreadyExists" in said else ""
         raise MachineError(f"{shlex.join(command)} ended with {done.returncode}{said}")
     if answer:
         console.print(f"submitted: {answer}", markup=False)

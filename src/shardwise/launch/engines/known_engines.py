@@ -6,10 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.engines.kubernetes import kubernetes_problems, render_kubernetes, submit_kubernetes
+from shardwise.launch.engines.kubernetes import (
+    follow_kubernetes,
+    kubernetes_problems,
+    render_kubernetes,
+    submit_kubernetes,
+)
 from shardwise.launch.engines.launch_request import LaunchRequest
-from shardwise.launch.engines.skypilot import render_skypilot, skypilot_problems, submit_skypilot
-from shardwise.launch.engines.slurm import render_slurm, slurm_problems, submit_slurm
+from shardwise.launch.engines.skypilot import follow_skypilot, render_skypilot, skypilot_problems, submit_skypilot
+from shardwise.launch.engines.slurm import follow_slurm, render_slurm, slurm_problems, submit_slurm
 from shardwise.launch.engines.torchrun import render_torchrun, torchrun_problems
 
 
@@ -18,7 +23,8 @@ class LaunchEngine:
     """Engine: its file's ending, its client, and how its pieces are made.
 
     ``shares_files`` tells whether nodes see the files of this machine; ``storage`` is where an engine that does not
-    mounts its storage. ``submit`` is None where the file is not submitted but run.
+    mounts its storage. ``submit`` is None where the file is not submitted but run; ``follow`` returns the line that
+    shows the output of what the client answered.
     """
 
     client: str
@@ -26,6 +32,7 @@ class LaunchEngine:
     render: Callable[[LaunchRequest, str, str], str]
     problems: Callable[[LaunchRequest], list[str]]
     submit: Callable[[LaunchRequest, Path], list[str]] | None = None
+    follow: Callable[[LaunchRequest, str], str] | None = None
     storage: str | None = None
 
     @property
@@ -36,9 +43,17 @@ class LaunchEngine:
 
 ENGINES = {
     "torchrun": LaunchEngine("ssh", ".torchrun.sh", render_torchrun, torchrun_problems),
-    "slurm": LaunchEngine("sbatch", ".sbatch", render_slurm, slurm_problems, submit_slurm),
+    "slurm": LaunchEngine("sbatch", ".sbatch", render_slurm, slurm_problems, submit_slurm, follow_slurm),
     "kubernetes": LaunchEngine(
-        "kubectl", ".kubernetes.yaml", render_kubernetes, kubernetes_problems, submit_kubernetes, "/workspace"
+        "kubectl",
+        ".kubernetes.yaml",
+        render_kubernetes,
+        kubernetes_problems,
+        submit_kubernetes,
+        follow_kubernetes,
+        "/workspace",
     ),
-    "skypilot": LaunchEngine("sky", ".sky.yaml", render_skypilot, skypilot_problems, submit_skypilot, "/bucket"),
+    "skypilot": LaunchEngine(
+        "sky", ".sky.yaml", render_skypilot, skypilot_problems, submit_skypilot, follow_skypilot, "/bucket"
+    ),
 }

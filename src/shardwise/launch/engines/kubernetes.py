@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from shardwise.launch.engines.launch_request import LaunchRequest
@@ -41,3 +42,10 @@ def kubernetes_problems(request: LaunchRequest) -> list[str]:
 def submit_kubernetes(request: LaunchRequest, file: Path) -> list[str]:
     """Return the command that submits ``file``: ``create``, as a job that exists already is not to be changed."""
     return ["kubectl", "create", "-f", str(file)]
+
+
+def follow_kubernetes(request: LaunchRequest, answer: str) -> str:
+    """Return the line that follows the pods' output; a TrainJob makes a JobSet of its name."""
+    namespace = ["-n", request.options["namespace"]] if request.options["namespace"] else []
+    pods = f"jobset.sigs.k8s.io/jobset-name={request.name}"
+    return shlex.join(["kubectl", "logs", *namespace, "-f", "--prefix", "-l", pods])

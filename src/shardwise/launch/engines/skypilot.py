@@ -87,3 +87,8 @@ def submit_skypilot(request: LaunchRequest, file: Path) -> list[str]:
     """Return the command that submits ``file``; SkyPilot shows the price, and asks."""
     verb = ["jobs", "launch"] if request.options["kind"] == "managed" else ["launch", "-c", request.name]
     return ["sky", *verb, str(file)]
+
+
+def follow_skypilot(request: LaunchRequest, answer: str) -> str:
+    """Return the line that follows the task's output."""
+    return f"sky jobs logs -n {request.name}" if request.options["kind"] == "managed" else f"sky logs {request.name}"

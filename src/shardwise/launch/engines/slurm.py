@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path, PurePosixPath
 
 from shardwise.launch.engines.launch_request import FIRST_PORT, PORTS, LaunchRequest
@@ -65,6 +66,11 @@ def slurm_problems(request: LaunchRequest) -> list[str]:
 def submit_slurm(request: LaunchRequest, file: Path) -> list[str]:
     """Return the command that submits ``file``."""
     return ["sbatch", "--parsable", str(file)]
+
+
+def follow_slurm(request: LaunchRequest, answer: str) -> str:
+    """Return the line that follows a job's output; it begins when the job does."""
+    return shlex.join(["tail", "-F", f"{request.output}/slurm-{answer.partition(';')[0]}.log"])
 
 
 def _written(item: str) -> str:

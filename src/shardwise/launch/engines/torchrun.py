@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -84,11 +85,11 @@ def torchrun_problems(request: LaunchRequest) -> list[str]:
 
 
 def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
-    """Start all nodes over ssh and wait; when one fails, or on Ctrl-C, all are ended.
+    """Start all nodes over ssh and wait; when one fails, or on Ctrl-C or SIGTERM, all are ended.
 
     Raises:
         RankError: a node failed; names the first.
-        Interrupted: by Ctrl-C.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
     hosts: Sequence[str] = request.options["hosts"]
     nodes = [
@@ -96,6 +97,7 @@ def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
                          stderr=subprocess.STDOUT, start_new_session=True)
         for node, host in enumerate(hosts)
     ]  # fmt: skip
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     width = max(map(len, hosts))
     printers = [
         threading.Thread(target=_forward, args=(node.stdout, f"{host:<{width}} | "), daemon=True)
@@ -110,6 +112,7 @@ def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
         print(f"shardwise: interrupted; the nodes have {grace:g} s to save", file=sys.stderr)
         raise Interrupted("interrupted; the same command resumes from the newest checkpoint") from None
     finally:
+        signal.signal(signal.SIGTERM, before)
         _end(nodes, grace)
         for printer in printers:
             printer.join(timeout=5)
