@@ -307,7 +307,9 @@ print("hello from", host, flush=True)
 if host == "bad":
     time.sleep(0.3)
     sys.exit(3)
-if host == "good":
+if host == "slow":
+    time.sleep(1.2)
+    print("done", flush=True)
     sys.exit(0)
 while True:  # runs until Ctrl-C comes over the terminal, or for ever
     if select.select([0], [], [], 0.1)[0] and os.read(0, 1) == b"\\x03" and host != "deaf":
@@ -355,5 +357,6 @@ def test_a_signal_lets_the_nodes_save(ssh: Path, capfd: pytest.CaptureFixture[st
     assert "long | saved" in capfd.readouterr().out
 
 
-def test_an_elastic_run_survives_a_node(ssh: Path) -> None:
-    run_over_ssh(over(["bad", "good"], min_nodes=1))
+def test_an_elastic_run_survives_a_node(ssh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_over_ssh(over(["bad", "slow"], min_nodes=1))
+    assert "slow | done" in capfd.readouterr().out

@@ -127,7 +127,7 @@ def words_of(script: str, folder: Path, marker: str, env: dict[str, str] | None 
 @pytest.mark.parametrize("engine", [*ENGINES])
 def test_a_hostile_name_stays_a_word(engine: str, tmp_path: Path) -> None:
     header = f"Made from {json.dumps(HOSTILE)}."
-    made = hostile(engine, python="python", output="/tmp/shardwise-none")
+    made = hostile(engine, python="python", output="/tmp/none/a b;$(touch pwned)`touch pwned`")
     text = ENGINES[engine].render(made, HOSTILE, header)
     if engine == "slurm":
         script = text.replace(f"cd {shlex.quote(made.folder)} || exit 1", "")
