@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "kind": "managed",
         "image": None,
         "bucket": "s3://training",
-        "storage_path": "/bucket",
+        "volume": None,
+        "storage_path": "/storage",
         "accelerator": None,
         "infra": None,
         "spot": True,
@@ -41,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "jobset": ("kubernetes", {"kind": "jobset", "namespace": "research"}, {}),
     "jobset-elastic": ("kubernetes", {"kind": "jobset"}, {"min_nodes": 1}),
+    "skypilot-volume": ("skypilot", {"bucket": None, "volume": "training", "infra": "k8s"}, {}),
     "slurm-elastic": ("slurm", {"doctor": False, "setup": ["module load cuda"]}, {"min_nodes": 1, "interface": "ib0"}),
     "torchrun-elastic": ("torchrun", {}, {"min_nodes": 1, "max_nodes": 4, "restarts": 5}),
 }
@@ -51,7 +53,7 @@ CASES += [(name, engine, options, {"nodes": 2, **more}) for name, (engine, optio
 
 def request(engine: str, nodes: int = 2, *, options: dict[str, Any] | None = None, **more: Any) -> LaunchRequest:
     """A request as the command line makes it, on machines of 8 H100."""
-    storage = ENGINES[engine].storage
+    storage = OPTIONS[engine].get("storage_path")
     folder = storage or "/home/ada"
     config = {"kubernetes": "/etc/shardwise", "skypilot": "/tmp/shardwise-lm"}.get(engine, "/home/ada") + "/config.toml"
     facts: dict[str, Any] = {
@@ -69,6 +71,7 @@ def request(engine: str, nodes: int = 2, *, options: dict[str, Any] | None = Non
         "gpu": find_gpu("H100-SXM"),
         "cores": 64,
         "restarts": 10,
+        "agent_restarts": 10 if {"min_nodes", "max_nodes"} & set(more) else 0,
         "grace_s": 120,
         "documents": {"config.toml": '[model]\nconfig = "models/lm"\n\n[data]\npath = "corpus"\n'} if storage else {},
         "options": OPTIONS[engine] | (options or {}),

@@ -116,7 +116,7 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         {},
         "must be one of trainjob",
     ),
-    ("no bucket", ("--via", "skypilot", "--dry-run", "--nproc", "1"), {}, "--bucket is missing"),
+    ("no bucket", ("--via", "skypilot", "--dry-run", "--nproc", "1"), {}, "--volume or --bucket is missing"),
     (
         "elastic SkyPilot",
         ("--via", "skypilot", "--dry-run", "--bucket", "s3://b", "--nodes", "2", "--nproc", "1", "launch.min_nodes=1"),
@@ -164,6 +164,18 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         ("--via", "torchrun", "--dry-run", "--nproc", "1", "--hosts", "-oProxyCommand=x"),
         {},
         "is not a host name",
+    ),
+    (
+        "restarts that a runtime decides",
+        ("--via", "kubernetes", "--dry-run", *K8S, "--nproc", "1", "--restarts", "3"),
+        {"train": {"output": "runs/a"}},
+        "--restarts 3 does nothing with --kind trainjob; remove it",
+    ),
+    (
+        "volume and bucket",
+        ("--via", "skypilot", "--dry-run", "--nproc", "1", "--bucket", "s3://b", "--volume", "v"),
+        {"train": {"output": "runs/a"}},
+        "--volume and --bucket are both given",
     ),
     ("endpoint", ("--via", "torchrun", "--dry-run", "--nproc", "1", "--endpoint", "a"), {}, "must be HOST:PORT"),
     ("interface", (*SLURM, "--interface", "eth 0"), {}, "is not the name of an interface"),

@@ -20,7 +20,7 @@ from shardwise.launch.engines.known_engines import ENGINES
 from shardwise.launch.engines.launch_request import job_name
 from shardwise.launch.engines.render import pod_value, sbatch_value, unfit_for_sbatch, yaml_block
 from shardwise.launch.engines.torchrun import torchrun_line
-from tests.golden.test_launch_files import FOLDER, files, request
+from tests.golden.test_launch_files import FOLDER, OPTIONS, files, request
 
 SCHEMAS = Path(__file__).parents[1] / "recorded" / "kubernetes"
 KINDS = {"TrainJob": "trainjob-v1alpha1", "JobSet": "jobset-v1alpha2"}
@@ -106,7 +106,7 @@ def test_sbatch_lines_come_before_the_first_command() -> None:
 
 
 def hostile(engine: str, **more: Any) -> Any:
-    folder = ENGINES[engine].storage or f"/home/{HOSTILE}"
+    folder = OPTIONS[engine].get("storage_path") or f"/home/{HOSTILE}"
     facts = {"config_file": f"{folder}/{HOSTILE}", "train_words": (f"train.output={HOSTILE}",), "folder": folder}
     return request(engine, **facts, name=job_name(HOSTILE), **more)
 
@@ -140,7 +140,7 @@ def test_a_hostile_name_stays_a_word(engine: str, tmp_path: Path) -> None:
     elif engine == "skypilot":
         task = yaml.safe_load(text)
         assert set(task) == {"name", "num_nodes", "resources", "file_mounts", "setup", "run"}
-        found = words_of(task["run"].replace("cd /bucket || exit 1", ""), tmp_path, "python")
+        found = words_of(task["run"].replace("cd /storage || exit 1", ""), tmp_path, "python")
     else:
         found = documents(text)[1]["spec"]["trainer"]["command"]
         found = [word.replace("$$", "$") for word in found]  # as Kubernetes does

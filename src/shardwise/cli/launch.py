@@ -44,7 +44,10 @@ def run_launch(
         int | None, typer.Option("--cpus", help="CPU cores of each machine; default: 8 per GPU.", min=1)
     ] = None,
     python: Annotated[str | None, typer.Option(help="Python on the machines; default: this one, if shared.")] = None,
-    restarts: Annotated[int, typer.Option(help="How often the engine may restart the run.", min=0)] = 10,
+    restarts: Annotated[
+        int | None,
+        typer.Option(help="How often the run may be restarted; default: 10; torchrun, fixed nodes: 0.", min=0),
+    ] = None,
     grace_s: Annotated[
         int, typer.Option("--grace", help="Seconds that a run may save in before it is stopped.", min=40, max=86400)
     ] = 120,

@@ -30,6 +30,7 @@ from shardwise.run.job import draft_plan
 from shardwise.train.config import Config, read_config
 
 CORES_OF_GPU = 8
+USUAL_RESTARTS = 10
 UNKNOWN_GPU = "GPU of unknown type"
 _SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "wekafs", "glusterfs", "afs", "9p",
            "virtiofs", "panfs", "orangefs", "pvfs2"}  # fmt: skip
@@ -51,7 +52,7 @@ class LaunchWords:
     interface: str | None
     cores: int | None
     python: str | None
-    restarts: int
+    restarts: int | None
     grace_s: int
     output: Path | None
     dry_run: bool
@@ -118,7 +119,8 @@ class Launch:
             device=self.cluster.device,
             gpu=self.cluster.gpu,
             cores=words.cores or _cores(config, self.cluster),
-            restarts=words.restarts,
+            restarts=USUAL_RESTARTS if words.restarts is None else words.restarts,
+            agent_restarts=_agent_restarts(words, config),
             grace_s=words.grace_s,
             interface=words.interface,
             documents={name: path.read_text() for name, path in carried.items()} if not shared else {},
@@ -151,12 +153,14 @@ def checked(words: LaunchWords, of_engines: Mapping[str, Any]) -> Launch:
             tried(problems, partial(draft_plan, config, cluster))  # the split of the batch
     problems += _node_problems(words, config)
     problems += [] if engine.shares_files else _storage_problems(words, config, options)
+    if words.restarts is not None and options.get("kind") in ("trainjob", "cluster"):
+        problems.append(f"--restarts {words.restarts} does nothing with --kind {options['kind']}; remove it")
     needs_client = engine.submit is not None or options.get("hosts")
     if needs_client and not words.dry_run and shutil.which(engine.client) is None:
         problems.append(f"{engine.client} is not installed here, and it starts the run; install it, or add --dry-run")
     if cluster is None:
         raise UserError(*problems)
-    launch = Launch(words, config, engine, options, plan, cluster, tuple(_notes(words, config, engine)))
+    launch = Launch(words, config, engine, options, plan, cluster, tuple(_notes(words, config, engine, options)))
     problems += engine.problems(launch.request())
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -269,7 +273,7 @@ def _storage_problems(words: LaunchWords, config: Config, options: Mapping[str, 
     """List paths that are not on the storage that an engine mounts."""
     storage, output = PurePosixPath(options["storage_path"]), PurePosixPath(config.train.output)
     if not storage.is_absolute():
-        return [f"--storage-path '{storage}' must be absolute, such as {ENGINES[words.via].storage}"]
+        return [f"--storage-path '{storage}' must be absolute, such as /storage"]
     if output.is_absolute() and not output.is_relative_to(storage):
         return [
             f"train.output = {output} is on a machine's own disk, which is lost with it and which others do not see; "
@@ -278,7 +282,7 @@ def _storage_problems(words: LaunchWords, config: Config, options: Mapping[str, 
     return []
 
 
-def _notes(words: LaunchWords, config: Config, engine: LaunchEngine) -> list[str]:
+def _notes(words: LaunchWords, config: Config, engine: LaunchEngine, options: Mapping[str, Any]) -> list[str]:
     """Return what to know about folders and network."""
     notes = []
     if words.nodes > 1 and engine.shares_files:
@@ -291,6 +295,11 @@ def _notes(words: LaunchWords, config: Config, engine: LaunchEngine) -> list[str
                 f"train.output = {output} is on {mount.fstype} of this machine (mounted at {mount.mountpoint}): "
                 "it must be on a file system that all nodes share, as each rank reads what rank 0 prepares there"
             )
+    if words.nodes > 1 and options.get("bucket"):
+        notes.append(
+            f"--bucket {options['bucket']}: not every object store can append to a file, as a run does; --volume is a "
+            "file system that all machines share"
+        )
     if words.nodes > 1 and words.interface is None:
         notes.append("network: NCCL and gloo each choose an interface; --interface NAME sets it")
     elif words.interface is not None:
@@ -305,6 +314,14 @@ def _mount(path: Path) -> Any:
     if found is None or found.fstype in _SHARED or found.fstype.startswith(_SHARED_PREFIX):
         return None
     return found
+
+
+def _agent_restarts(words: LaunchWords, config: Config) -> int:
+    """Return how often torchrun starts the ranks anew: of an elastic run; else the engine starts all nodes anew."""
+    if words.via == "torchrun" or (config.launch.min_nodes or words.nodes) != words.nodes:
+        elastic = config.launch.min_nodes or config.launch.max_nodes
+        return words.restarts if words.restarts is not None else USUAL_RESTARTS if elastic else 0
+    return 0
 
 
 def _cores(config: Config, cluster: ClusterSpec) -> int:

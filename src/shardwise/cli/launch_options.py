@@ -55,9 +55,10 @@ ENGINE_OPTIONS: dict[str, EngineOption] = {
     "storage_path": EngineOption(
         ("kubernetes", "skypilot"),
         "Where the storage is mounted; relative paths of the config begin there.",
-        usual={"kubernetes": "/workspace", "skypilot": "/bucket"},
+        usual={"kubernetes": "/workspace", "skypilot": "/storage"},
     ),
-    "bucket": EngineOption(CLOUD, "Bucket for data, run folder and checkpoints, such as s3://my-bucket."),
+    "volume": EngineOption(CLOUD, "Volume (sky volumes) for data, run folder and checkpoints."),
+    "bucket": EngineOption(CLOUD, "Bucket instead of a volume, such as s3://my-bucket."),
     "accelerator": EngineOption(CLOUD, "SkyPilot's name of the GPU, where it is not that of --gpu."),
     "infra": EngineOption(CLOUD, "Cloud, region or cluster, such as aws/us-east-1."),
     "spot": EngineOption(CLOUD, "Rent machines that may be taken away.", bool | None, "--spot"),

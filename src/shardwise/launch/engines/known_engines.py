@@ -22,9 +22,8 @@ from shardwise.launch.engines.torchrun import render_torchrun, torchrun_problems
 class LaunchEngine:
     """Engine: its file's ending, its client, and how its pieces are made.
 
-    ``shares_files`` tells whether nodes see the files of this machine; ``storage`` is where an engine that does not
-    mounts its storage. ``submit`` is None where the file is not submitted but run; ``follow`` returns the line that
-    shows the output of what the client answered.
+    ``shares_files`` tells whether nodes see the files of this machine, at the same paths. ``submit`` is None where the
+    file is not submitted but run; ``follow`` returns the line that shows the output of what the client answered.
     """
 
     client: str
@@ -33,12 +32,7 @@ class LaunchEngine:
     problems: Callable[[LaunchRequest], list[str]]
     submit: Callable[[LaunchRequest, Path], list[str]] | None = None
     follow: Callable[[LaunchRequest, str], str] | None = None
-    storage: str | None = None
-
-    @property
-    def shares_files(self) -> bool:
-        """Whether the nodes have this machine's files at the same paths."""
-        return self.storage is None
+    shares_files: bool = True
 
 
 ENGINES = {
@@ -51,9 +45,9 @@ ENGINES = {
         kubernetes_problems,
         submit_kubernetes,
         follow_kubernetes,
-        "/workspace",
+        False,
     ),
     "skypilot": LaunchEngine(
-        "sky", ".sky.yaml", render_skypilot, skypilot_problems, submit_skypilot, follow_skypilot, "/bucket"
+        "sky", ".sky.yaml", render_skypilot, skypilot_problems, submit_skypilot, follow_skypilot, False
     ),
 }

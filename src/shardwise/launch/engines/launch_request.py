@@ -32,7 +32,8 @@ class LaunchRequest:
     """Run to start on ``nodes`` machines with ``nproc`` ranks each.
 
     The paths are those on the nodes. ``train_words`` follow the config file in the command of the ranks; ``documents``
-    are the texts of the config and of a plan, for engines that carry them along. ``options`` are of the one engine.
+    are the texts of the config and of a plan, for engines that carry them along. The engine restarts a run ``restarts``
+    times, torchrun itself its ranks ``agent_restarts`` times. ``options`` are of the one engine.
     """
 
     name: str
@@ -48,6 +49,7 @@ class LaunchRequest:
     device: Literal["cpu", "cuda"]
     cores: int
     restarts: int
+    agent_restarts: int
     grace_s: int
     gpu: GpuSpec | None = None
     interface: str | None = None
@@ -103,8 +105,7 @@ class LaunchRequest:
     @property
     def torchrun_options(self) -> tuple[str, ...]:
         """Options of torchrun that each engine gives in the same way."""
-        restarts = self.restarts if self.is_elastic else 0  # else the engine starts all nodes anew
-        return (f"--signals-to-handle={SIGNALS}", f"--max-restarts={restarts}")
+        return (f"--signals-to-handle={SIGNALS}", f"--max-restarts={self.agent_restarts}")
 
     @property
     def train(self) -> tuple[str, ...]:

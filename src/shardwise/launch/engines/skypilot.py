@@ -66,10 +66,12 @@ def skypilot_problems(request: LaunchRequest) -> list[str]:
     options, problems = request.options, []
     if options["kind"] not in KINDS:
         problems.append(f"--kind '{options['kind']}' must be one of {', '.join(KINDS)}")
-    if options["bucket"] is None:
+    if options["bucket"] is not None and options["volume"] is not None:
+        problems.append("--volume and --bucket are both given; leave one of them out")
+    elif options["bucket"] is None and options["volume"] is None:
         problems.append(
-            "--bucket is missing: data and checkpoints must outlive a machine, and all machines read them; name one "
-            "such as s3://my-bucket"
+            "--volume or --bucket is missing: data and checkpoints must outlive a machine, and all machines read them; "
+            "name a volume (sky volumes ls), or a bucket such as s3://my-bucket"
         )
     if request.device == "cuda" and request.gpu is None and options["accelerator"] is None:
         problems.append(
