@@ -97,7 +97,7 @@ def start(launch: Launch) -> None:
         console.print(
             "dry run: nothing was submitted"
             if words.dry_run
-            else "nothing was started: run each line on its node, or give --hosts to start them over ssh",
+            else f"nothing was started: run sh {file} NUMBER on each node, or give --hosts to start them over ssh",
             markup=False,
         )
     elif not runs_here:
