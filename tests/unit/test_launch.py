@@ -177,6 +177,7 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         {"train": {"output": "runs/a"}},
         "--volume and --bucket are both given",
     ),
+    ("variable", (*SLURM, "--env", "NCCL DEBUG=INFO"), {}, "--env 'NCCL DEBUG=INFO' must be NAME=VALUE"),
     ("endpoint", ("--via", "torchrun", "--dry-run", "--nproc", "1", "--endpoint", "a"), {}, "must be HOST:PORT"),
     ("interface", (*SLURM, "--interface", "eth 0"), {}, "is not the name of an interface"),
     ("config", (*SLURM, "train.stepz=3"), {}, "train.stepz: no such key"),
@@ -226,13 +227,17 @@ def test_a_plan_of_another_world(tmp_path: Path) -> None:
 
 def test_a_dry_run_writes_prints_and_submits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a dry run runs nothing"))
-    result = launch(tmp_path, *SLURM, "--nodes", "2", "--sbatch-option", "mem=0", "--json")
+    env = ("--env", "NCCL_DEBUG=INFO", "--env", "OMP_NUM_THREADS=3")
+    result = launch(tmp_path, *SLURM, "--nodes", "2", "--sbatch-option", "mem=0", "--json", *env)
     assert result.exit_code == 0, result.output
     text = (tmp_path / "file").read_text()
     for line in ("#SBATCH --nodes=2", "#SBATCH --cpus-per-task=2", "#SBATCH --mem=0", "parallel.strategy=ddp"):
         assert line in text
         assert line in result.stderr
     assert "gpus" not in text
+    assert [line for line in text.splitlines() if "NCCL_DEBUG" in line or "THREADS" in line] == [
+        "export NCCL_DEBUG=INFO", "export OMP_NUM_THREADS=3",
+    ]  # fmt: skip
     assert "plan: ddp on 4 × CPU" in result.stderr
     assert "must be on a file system that all nodes share" in result.stderr
     answer = json.loads(result.stdout)

@@ -116,7 +116,9 @@ def words_of(script: str, folder: Path, marker: str, env: dict[str, str] | None 
     tools = folder / "bin"
     tools.mkdir()
     for tool in ("python", "srun", "scontrol"):
-        (tools / tool).write_text(f'#!/bin/sh\n[ {tool} = {marker} ] && printf "%s\\0" "$@"\nexit 0\n')
+        (tools / tool).write_text(
+            f'#!/bin/sh\n[ {tool} = {marker} ] && printf "%s\\0" "$@" "GREETING=$GREETING"\nexit 0\n'
+        )
         (tools / tool).chmod(0o755)
     env = {"PATH": f"{tools}:{os.environ['PATH']}", **(env or {})}
     done = subprocess.run(["bash", "-c", script], cwd=folder, env=env, capture_output=True, text=True)
@@ -127,7 +129,9 @@ def words_of(script: str, folder: Path, marker: str, env: dict[str, str] | None 
 @pytest.mark.parametrize("engine", [*ENGINES])
 def test_a_hostile_name_stays_a_word(engine: str, tmp_path: Path) -> None:
     header = f"Made from {json.dumps(HOSTILE)}."
-    made = hostile(engine, python="python", output="/tmp/none/a b;$(touch pwned)`touch pwned`")
+    made = hostile(
+        engine, env={"GREETING": HOSTILE}, python="python", output="/tmp/none/a b;$(touch pwned)`touch pwned`"
+    )
     text = ENGINES[engine].render(made, HOSTILE, header)
     if engine == "slurm":
         script = text.replace(f"cd {shlex.quote(made.folder)} || exit 1", "")
@@ -143,8 +147,11 @@ def test_a_hostile_name_stays_a_word(engine: str, tmp_path: Path) -> None:
         found = words_of(task["run"].replace("cd /storage || exit 1", ""), tmp_path, "python")
     else:
         found = documents(text)[1]["spec"]["trainer"]["command"]
+        variables = documents(text)[1]["spec"]["trainer"]["env"]
+        found += [f"GREETING={one['value']}" for one in variables if one["name"] == "GREETING"]
         found = [word.replace("$$", "$") for word in found]  # as Kubernetes does
     assert made.config_file in found
+    assert f"GREETING={HOSTILE}" in found
     assert made.train_words[0] in found
 
 

@@ -40,6 +40,9 @@ def run_launch(
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Use this plan file instead of a search.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the job; default: that of the run folder.")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface of the ranks, such as eth0.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="Environment variable of the ranks, as NAME=VALUE; repeatable.")
+    ] = None,
     cores: Annotated[
         int | None, typer.Option("--cpus", help="CPU cores of each machine; default: 8 per GPU.", min=1)
     ] = None,
@@ -69,8 +72,8 @@ def run_launch(
 
     named = None if strategy is None else complete_strategy(strategy)[0]
     words = LaunchWords(
-        config_file, chosen(overrides, strategy=named), nodes, via, nproc, gpu, plan_file, name, interface, cores,
-        python, restarts, grace_s, output, dry_run, as_json,
+        config_file, chosen(overrides, strategy=named), nodes, via, nproc, gpu, plan_file, name, interface,
+        env or [], cores, python, restarts, grace_s, output, dry_run, as_json,
     )  # fmt: skip
     start(checked(words, of_engines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class LaunchWords:
     plan_file: Path | None
     name: str | None
     interface: str | None
+    env: list[str]
     cores: int | None
     python: str | None
     restarts: int | None
@@ -123,6 +125,7 @@ class Launch:
             agent_restarts=_agent_restarts(words, config),
             grace_s=words.grace_s,
             interface=words.interface,
+            env={name: value for name, _, value in (item.partition("=") for item in words.env)},
             documents={name: path.read_text() for name, path in carried.items()} if not shared else {},
             options=options,
         )
@@ -147,6 +150,9 @@ def checked(words: LaunchWords, of_engines: Mapping[str, Any]) -> Launch:
     cluster = tried(problems, partial(_cluster, words, config, plan))
     if words.interface is not None and (not words.interface.isprintable() or " " in words.interface):
         problems.append(f"--interface '{words.interface}' is not the name of an interface; ip link lists them")
+    problems += [
+        f"--env '{item}' must be NAME=VALUE" for item in words.env if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", item)
+    ]
     if cluster is not None:
         problems += (wrong := _world_problems(words, config, plan, cluster))
         if plan is None and not wrong:

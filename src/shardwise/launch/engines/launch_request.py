@@ -53,6 +53,7 @@ class LaunchRequest:
     grace_s: int
     gpu: GpuSpec | None = None
     interface: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,7 +101,8 @@ class LaunchRequest:
             gloo = "The same for gloo, which carries control messages, and all that ranks on CPUs exchange."
             found.append(Variable("NCCL_SOCKET_IFNAME", self.interface, nccl))
             found.append(Variable("GLOO_SOCKET_IFNAME", self.interface, gloo))
-        return tuple(found)
+        given = [Variable(name, value, "As given by --env.") for name, value in self.env.items()]
+        return (*(one for one in found if one.name not in self.env), *given)
 
     @property
     def torchrun_options(self) -> tuple[str, ...]:
