@@ -143,6 +143,12 @@ _verb(
     "Example: shardwise train examples/stdlib.toml --strategy fsdp --nproc 4 train.steps=20",
 )
 _verb(
+    "launch",
+    "launch:run_launch",
+    "Train on many machines with an engine: torchrun, Slurm, Kubernetes or SkyPilot.\n\n"
+    "Example: shardwise launch examples/stdlib.toml --nodes 2 --nproc 4 --via slurm --gpu H100-SXM --dry-run",
+)
+_verb(
     "plan",
     "plan:run_plan",
     "Predict memory, step time and cost of every strategy for a model on a cluster. Needs no GPU.\n\n"

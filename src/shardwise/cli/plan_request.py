@@ -252,20 +252,20 @@ def read_request(
         UserError: every invalid argument, at once.
     """
     problems, first_notes = _unwritable(output), list[str]()
-    words["seq_len"] = _tried(problems, lambda: read_length(words["seq_len"]))
-    words["cluster"] = _tried(problems, lambda: _only(words["cluster"]))
+    words["seq_len"] = tried(problems, lambda: read_length(words["seq_len"]))
+    words["cluster"] = tried(problems, lambda: _only(words["cluster"]))
     if is_config(words["model"]):
-        words, first_notes = _tried(problems, partial(with_config, words)) or (words, [])
+        words, first_notes = tried(problems, partial(with_config, words)) or (words, [])
     if words["strategy"] not in (None, "auto"):
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
     problems += _bad_choices(words)
-    tokens = _tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
+    tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     pinned = words["strategy"]
-    strategy = _tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
-    cluster = _tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
-    prices = _tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
-    profile, notes = _tried(problems, lambda: _profile(words)) or (None, [])
+    strategy = tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
+    cluster = tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
+    prices = tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
+    profile, notes = tried(problems, lambda: _profile(words)) or (None, [])
     notes = first_notes + notes
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
@@ -275,7 +275,7 @@ def read_request(
         problems.append(f"{asked_for} compares sequences, and '{profile.name}' has none; leave it out")
     links = None
     if calibration is not None and cluster is not None:
-        links, about = _tried(problems, partial(read_links, calibration, cluster)) or (None, [])
+        links, about = tried(problems, partial(read_links, calibration, cluster)) or (None, [])
         notes += about
     if problems or cluster is None or profile is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
@@ -309,7 +309,7 @@ def read_request(
     return request, profile, prices, notes
 
 
-def _tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
+def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
     """Return the result of ``read``; ``None`` if it raises, with its problems appended."""
     try:
         return read()

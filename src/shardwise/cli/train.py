@@ -141,8 +141,8 @@ def _prepared(
     return prepared
 
 
-def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> None:
-    """Print what is known of the run's time, and that nothing was started."""
+def print_step_time(prepared: PreparedJob, console: Console) -> None:
+    """Print what is known of the run's time."""
     from shardwise.units import counted, seconds_text
 
     job, time = prepared.job, prepared.job.step_time
@@ -153,6 +153,12 @@ def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> 
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)} in 8 of 10 cases"
         run = "" if steps is None else f"; {counted(steps, 'step')} in {seconds_text(steps * time.step_s)}"
         console.print(f"time of a step: {seconds_text(time.step_s)} ({span}){run}")
+
+
+def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> None:
+    """Print what is known of the run's time, and that nothing was started."""
+    job, time = prepared.job, prepared.job.step_time
+    print_step_time(prepared, console)
     console.print("dry run: nothing was started", markup=False)
     if as_json:
         facts = {"plan": job.plan, "memory": job.estimate, "step_time": time}

@@ -78,7 +78,7 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: 
     for key, value in vars(inner).items():
         if key not in ("param_groups", "state") and any(id(p) not in known for p in _parameters(value)):
             raise _keeps(f"{name}.{key}", plan)
-    _refuse_any(_tried(inner, optimizer.param_groups, plan, apart), ranks)
+    _refuse_any(tried(inner, optimizer.param_groups, plan, apart), ranks)
 
 
 def check_flattened(optimizer: Optimizer, module: nn.Module, plan: Plan, ranks: Ranks) -> None:
@@ -363,7 +363,7 @@ def _tried_whole(
     return trial, full, limit, alone <= limit
 
 
-def _tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
+def tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
     """Reason why the plan is wrong for the optimizer, as one sentence; empty if it is right."""
     name, begun = type(optimizer).__name__, _tried_whole(optimizer, groups, plan)
     if isinstance(begun, str):

@@ -101,6 +101,7 @@ def prepare_job(
     *,
     plan: Plan | None = None,
     nodes: int = 1,
+    cluster: ClusterSpec | None = None,
     as_json: bool = False,
     calibration: Path | None = None,
     command: Sequence[str] = (),
@@ -109,6 +110,7 @@ def prepare_job(
 
     Starts no rank, needs no GPU.
 
+    ``cluster`` is where the run will be, by default ``nodes`` machines like this one.
     ``calibration`` is a file of ``bench comm``, for the predicted time; ``command`` are the words that started the run.
 
     Raises:
@@ -119,8 +121,9 @@ def prepare_job(
     check_trackers(config.train.trackers)
     if config.optimizer.factory is None:
         OPTIMIZERS[config.optimizer.name].require_package()
-    nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
-    cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
+    if cluster is None:
+        nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
+        cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
     links, notes = (None, []) if calibration is None else read_links(calibration, cluster)
     check_model_path(config)

@@ -1,4 +1,4 @@
-"""Config file of ``shardwise train``: seven tables, validated together.
+"""Config file of ``shardwise train``: eight tables, validated together.
 
 Each table is one frozen class; ``Config`` only composes them. `read_config` is the only entry point: it reads the
 file, applies ``key=value`` overrides and reports every problem in one `ConfigError`.
@@ -287,6 +287,21 @@ class CheckpointTable(Table):
     verify: bool = Field(True, description="compare the hashes of what is read on resume and as model.weights")
 
 
+class LaunchTable(Table):
+    """``[launch]``: the numbers of nodes that ``shardwise launch`` may run on."""
+
+    min_nodes: Ranks | None = Field(
+        None, description="fewest nodes with which a run continues when others are lost; all, if left out"
+    )
+    max_nodes: Ranks | None = Field(None, description="most nodes that may join a run; --nodes, if left out")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_nodes is not None and self.max_nodes is not None and self.min_nodes > self.max_nodes:
+            raise ValueError(f"'min_nodes' is {self.min_nodes} and 'max_nodes' {self.max_nodes}; exchange them")
+        return self
+
+
 def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
     """Why the optimizer of a config cannot step what a strategy leaves on a rank."""
     if table.factory is not None:
@@ -310,6 +325,7 @@ class Config(Table):
     parallel: ParallelTable = ParallelTable()
     lora: LoraTable = LoraTable()
     checkpoint: CheckpointTable = CheckpointTable()
+    launch: LaunchTable = LaunchTable()
 
     def packing(self, kind: str) -> Literal["isolated", "joined", "none"]:
         """Return how rows of a ``kind`` share a sample: ``data.pack``, or what suits the training.

@@ -1,0 +1,1 @@
+"""Engines that start a run on several machines: torchrun, Slurm, Kubernetes, SkyPilot."""
