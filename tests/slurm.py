@@ -90,6 +90,10 @@ class Slurm:
         words = self.tool("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def wait_for(self, done: Callable[[], bool], report: Path, seconds: float = 120.0) -> None:
+        """Wait until ``done``; fails with the end of a job's output, in ``report``."""
+        _wait(done, seconds, lambda: report.read_text()[-4000:] if report.exists() else "", pause_s=0.005)
+
     def wait(self, number: str, seconds: float = 180.0, *, report: Path | None = None) -> dict[str, str]:
         """Wait until a job is over; fails with the end of its output, in ``report``, unless it has succeeded."""
 
@@ -113,15 +117,16 @@ class Slurm:
         _kill([psutil.Process(daemon.pid), *_steps_of(tasks), *tasks])
         daemon.wait()
 
-    def requeue(self, number: str) -> None:
-        """``scontrol requeue``; Slurm would wait for two minutes before it starts the job again."""
-        self.tool("scontrol", "requeue", number)
-        self.hurry(number)
+    def hurry(self, number: str, restarts: int, seconds: float = 60.0) -> None:
+        """Start a requeued job as soon as its processes have ended; Slurm itself would wait for two minutes."""
 
-    def hurry(self, number: str, seconds: float = 60.0) -> None:
-        """Start a requeued job as soon as its processes have ended."""
-        _wait(lambda: self.job(number)["JobState"] == "PENDING", seconds, lambda: f"{self.job(number)}")
-        self.tool("scontrol", "update", f"JobId={number}", "StartTime=now")
+        def runs() -> bool:
+            found = self.job(number)
+            if found["JobState"] == "PENDING" and found["Restarts"] == str(restarts):
+                self.tool("scontrol", "update", f"JobId={number}", "StartTime=now")
+            return found["JobState"] == "RUNNING" and found["Restarts"] == str(restarts)
+
+        _wait(runs, seconds, lambda: f"{self.job(number)}")
 
     def start(self) -> None:
         """Start all daemons, and wait until both nodes are idle."""
@@ -203,11 +208,11 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def _wait(done: Callable[[], bool], seconds: float, why: Callable[[], str]) -> None:
+def _wait(done: Callable[[], bool], seconds: float, why: Callable[[], str], pause_s: float = 0.3) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"not within {seconds:g} s\n{why()}"
-        time.sleep(0.3)
+        time.sleep(pause_s)
 
 
 def _of(folder: Path, wanted: Callable[[Mapping[str, str]], bool]) -> list[psutil.Process]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from shardwise.environment import launched_by
 from shardwise.errors import Interrupted, OutOfMemory, RankError
+from shardwise.launch.preemption import StopSignals
 from shardwise.launch.rank import guarded, lost_peer
 from shardwise.units import seconds_text
 
@@ -47,8 +47,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
-    signal.signal(signal.SIGINT, lambda *_: session.stop())
-    signal.signal(signal.SIGTERM, lambda *_: session.stop())
+    stops = StopSignals(session.stop)
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
     memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
@@ -58,6 +57,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, recorder, outcome, reporter)
     except Interrupted:
+        stops.saved = True
         if ranks.is_main:
             so_far(job, recorder, reporter)
         raise
