@@ -29,6 +29,7 @@ BEFORE_WORK = "interrupted before the work was done"
 """Message of a rank that was interrupted while nothing in it could stop in an orderly way."""
 
 _PARENT_GONE = 3
+_PARENT_POLL_S = 0.5
 _PEER_SYMPTOMS = (
     "connection closed by peer",
     "connection reset",
@@ -193,19 +194,28 @@ def _leave_together() -> None:
 
 
 def _watch_parent(fd: int | None) -> None:
-    """End this rank when the parent ends for any reason: its pipe, never written to, closes."""
-    if fd is None:
+    """End this rank when the parent ends for any reason: its pipe, never written to, closes.
+
+    torchrun has no such pipe, and its workers outlive an agent that is killed: they would train on as a node that the
+    others believe lost. Their parent's number changes.
+    """
+    if fd is None and environment.launcher() != "torchrun":
         return
+    parent = os.getppid()
 
     def watch() -> None:
         try:
-            os.read(fd, 1)
+            while fd is None and os.getppid() == parent:
+                time.sleep(_PARENT_POLL_S)
+            if fd is not None:
+                os.read(fd, 1)
         except OSError:
             return
         os._exit(_PARENT_GONE)
 
-    with contextlib.suppress(OSError):
-        os.set_inheritable(fd, False)
+    if fd is not None:
+        with contextlib.suppress(OSError):
+            os.set_inheritable(fd, False)
     threading.Thread(target=watch, name="shardwise-parent-watch", daemon=True).start()
 
 

@@ -193,7 +193,8 @@ def run_under_launcher(
         from shardwise.run.job import Job, prepare_job
         from shardwise.run.run_summary import keep_job
 
-        ranks = join(config.parallel.device)
+        alike = {"": config.model_dump(mode="json"), "plan": None if plan is None else plan.model_dump(mode="json")}
+        ranks = join(config.parallel.device, alike=alike)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
         here = config.model_copy(update={"parallel": local})
 
