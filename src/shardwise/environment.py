@@ -82,7 +82,7 @@ def rendezvous() -> Rendezvous | None:
         elif text:
             problems.append(f"{name} is '{text}' in the environment: it must be an integer of 0 or more")
     if not problems:
-        problems = _out_of_range(numbers)
+        problems = _out_of_range(numbers) or _two_launchers(numbers)
     if problems:
         raise UserError(*problems)
     return Rendezvous(
@@ -394,6 +394,25 @@ def _out_of_range(numbers: dict[str, int]) -> list[str]:
         problems.append("LOCAL_WORLD_SIZE is greater than WORLD_SIZE in the environment")
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         problems.append(f"MASTER_PORT is {numbers['MASTER_PORT']} in the environment: a port is from 1 to 65535")
+    return problems
+
+
+def _two_launchers(numbers: dict[str, int]) -> list[str]:
+    """Return where srun or mpirun says otherwise than RANK and WORLD_SIZE, which a shell may have kept."""
+    if launcher() in ("torchrun", "shardwise"):
+        return []
+    problems = []
+    for name, (rank, size, *_) in _LAUNCHERS.items():
+        task, tasks = os.environ.get(rank, ""), os.environ.get(size, "")
+        if not (task.isdigit() and tasks.isdigit()) or int(tasks) < 2:
+            continue
+        world = numbers["WORLD_SIZE"]  # a launcher below this one makes it larger
+        if world < int(tasks) or (world == int(tasks) and numbers["RANK"] != int(task)):
+            problems.append(
+                f"RANK = {numbers['RANK']} and WORLD_SIZE = {world} are in the environment, but {name} says that this "
+                f"is task {task} of {tasks}: unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or start "
+                f"torchrun below {name}"
+            )
     return problems
 
 

@@ -127,29 +127,33 @@ def code_digest() -> str:
 
 
 def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
-    """Yield the leaves of a JSON document under dotted names."""
+    """Yield the leaves of a JSON document under dotted names, and of each table that it is there."""
     if isinstance(value, Mapping):
+        if name:
+            yield name, "given"
         for key, inner in value.items():
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
     else:
-        yield name, str(value)
+        yield name, "not given" if value is None else str(value)
 
 
 def _differences(hellos: Sequence[Hello]) -> list[str]:
     keys = dict.fromkeys(key for one in hellos for key in one.facts)
-    problems = []
+    problems: dict[str, str] = {}
     for key in keys:
+        if any(key.startswith(f"{table}.") for table in problems):
+            continue  # a table that is not there on some
         groups: dict[str, list[Hello]] = defaultdict(list)
         for one in hellos:
-            groups[one.facts.get(key, "not set")].append(one)
+            groups[one.facts.get(key, "not given")].append(one)
         same_version = len({one.facts.get("shardwise") for one in hellos}) == 1
         if len(groups) == 1 or (key == CODE and not same_version) or all(_is_path(text) for text in groups):
             continue
         usual = max(groups, key=lambda text: (len(groups[text]), min(groups[text], key=_rank).rank == 0))
         parts = [f"{text} on {_where(ones)}" for text, ones in groups.items() if text != usual]
-        problems.append(f"{key} = {' and '.join(parts)}, but {usual} on the others; {_FIXES.get(key, _OF_CONFIG)}")
+        problems[key] = f"{key} = {' and '.join(parts)}, but {usual} on the others; {_FIXES.get(key, _OF_CONFIG)}"
     more = [f"{len(problems) - _SHOWN} more facts differ"] if len(problems) > _SHOWN else []
-    return problems[:_SHOWN] + more
+    return [*problems.values()][:_SHOWN] + more
 
 
 def _is_path(text: str) -> bool:
