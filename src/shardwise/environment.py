@@ -273,6 +273,12 @@ def take_error_file() -> Path | None:
     return Path(text) if text else None
 
 
+def agent_error_file() -> Path | None:
+    """Return the file in which torchrun's agent looks for this rank's failure."""
+    text = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(text) if text else None
+
+
 def take_parent_fd() -> int | None:
     """Return the pipe that closes with the parent.
 

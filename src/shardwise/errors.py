@@ -29,9 +29,13 @@ from collections.abc import Iterable, Sequence
 
 
 class ShardwiseError(Exception):
-    """Base class; ``exit_code`` is the exit status of the command line."""
+    """Base class; ``exit_code`` is the exit status of the command line.
+
+    ``on_all_ranks`` says that each rank raises it, so that rank 0 alone prints it.
+    """
 
     exit_code = 3
+    on_all_ranks = False
 
 
 class UserError(ShardwiseError):
@@ -108,6 +112,7 @@ class Interrupted(ShardwiseError):
     """A stop was requested (Ctrl-C)."""
 
     exit_code = 130
+    on_all_ranks = True
 
 
 class Preempted(Interrupted):

@@ -279,7 +279,9 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     if failure is not None:
         raise failure
     if not text:
-        raise UserError(f"rank 0 could not prepare {what}; its message shows the reason")
+        told = UserError(f"rank 0 could not prepare {what}; its message shows the reason")
+        told.on_all_ranks = True
+        raise told
     return text
 
 

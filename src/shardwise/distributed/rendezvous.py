@@ -127,7 +127,7 @@ def _lead(store: Store, place: Rendezvous, mine: Hello, limit_s: float) -> int:
         end = time.monotonic() + _REPLY_S
         while int(board.add("left", 0)) < len(hellos) - 1 and time.monotonic() < end:
             time.sleep(0.02)  # the store ends with this process
-        raise UserError(*problems)
+        raise _refused(problems)
     return attempt
 
 
@@ -144,7 +144,7 @@ def _follow(store: Store, place: Rendezvous, mine: Hello, limit_s: float) -> int
             if mine.nonce in verdict["nonces"]:
                 if verdict["problems"]:
                     board.add("left", 1)
-                    raise UserError(*verdict["problems"])
+                    raise _refused(verdict["problems"])
                 return int(attempt)
         if attempt and (number := int(board.add("came", 0))) != came:
             came, last = number, time.monotonic()
@@ -154,6 +154,12 @@ def _follow(store: Store, place: Rendezvous, mine: Hello, limit_s: float) -> int
         f"MASTER_ADDR = {place.master_addr}, MASTER_PORT = {place.master_port}: rank 0 has not answered rank "
         f"{place.rank} of node {mine.node} within {limit_s:g} s; it has not started, or has another MASTER_ADDR"
     )
+
+
+def _refused(problems: Sequence[str]) -> UserError:
+    error = UserError(*problems)
+    error.on_all_ranks = True
+    return error
 
 
 def hello(place: Rendezvous, node: str, facts: Mapping[str, str], problems: Sequence[str]) -> Hello:

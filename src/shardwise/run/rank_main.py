@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.environment import launched_by
+from shardwise.environment import launched_by, node_name
 from shardwise.errors import Interrupted, OutOfMemory, RankError
 from shardwise.launch.preemption import StopSignals
 from shardwise.launch.rank import guarded, lost_peer
@@ -29,7 +29,7 @@ def main() -> int:
 
 def run_job(job: Any, ranks: Any = None) -> int:
     """Train on this rank; return the exit code."""
-    from shardwise.distributed.process_group import join
+    from shardwise.distributed.process_group import gather_text, join
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
@@ -40,9 +40,11 @@ def run_job(job: Any, ranks: Any = None) -> int:
 
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
+    alone = ranks.world_size == ranks.local_world_size
+    nodes = [] if alone else list(dict.fromkeys(gather_text(node_name(), ranks)))
     if ranks.is_main:
         try:
-            write_environment(Path(job.config.train.output))
+            write_environment(Path(job.config.train.output), nodes)
         except OSError as error:  # the run's report lacks it, and says so
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
@@ -212,7 +214,7 @@ def run_under_launcher(
             after()
         return status
 
-    guarded(inner)
+    guarded(inner, Path(config.train.output) / "logs")
 
 
 def run_launched(job: Any, ranks: Any) -> int:
