@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ SET_BY_LIBRARIES = {
 """Variables that libraries set when they are imported, and who does; each import sets them anew, and no other one reads
 them, so a rank may be forked from a process that lacks them."""
 _HISTORY = "SHARDWISE_HISTORY"
+_JOIN_S = "SHARDWISE_JOIN_S"
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest existing level
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -80,7 +82,7 @@ def rendezvous() -> Rendezvous | None:
         elif text:
             problems.append(f"{name} is '{text}' in the environment: it must be an integer of 0 or more")
     if not problems:
-        problems = _out_of_range(numbers)
+        problems = _out_of_range(numbers) or _two_launchers(numbers)
     if problems:
         raise UserError(*problems)
     return Rendezvous(
@@ -155,6 +157,39 @@ def launched_by() -> tuple[str, ...]:
     """Return the words that started this rank of another launcher, whose own are not known."""
     launcher = ("torchrun", "...", "-m") if "TORCHELASTIC_RUN_ID" in os.environ else ("...",)
     return (*launcher, "shardwise", *sys.argv[1:])
+
+
+def launcher() -> str:
+    """Return what started this rank: ``torchrun``, ``shardwise`` itself, srun and the like, or only variables."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    if uses_agent_store():
+        return "shardwise"
+    return next((name for name, names in _LAUNCHERS.items() if names[0] in os.environ), "RANK and WORLD_SIZE")
+
+
+def node_name() -> str:
+    """Return the name of this node: Slurm's, or that of the host."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def join_limit_s() -> float:
+    """Return the seconds that ranks wait for the next one to come: SHARDWISE_JOIN_S, 45 by default."""
+    text = os.environ.get(_JOIN_S, "")
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 45.0
+
+
+def gloo_interfaces() -> list[str]:
+    """Return the network interfaces that GLOO_SOCKET_IFNAME names."""
+    return [name.strip() for name in os.environ.get(_INTERFACE, "").split(",") if name.strip()]
+
+
+def nccl_interfaces() -> tuple[list[str], bool]:
+    """Return what NCCL_SOCKET_IFNAME names, and whether these are whole names; it may also begin or exclude names."""
+    text = os.environ.get("NCCL_SOCKET_IFNAME", "").strip()
+    if text.startswith("^"):
+        return [], False
+    return [name.strip() for name in text.removeprefix("=").split(",") if name.strip()], text.startswith("=")
 
 
 def _as_torchrun(launcher: str, names: Sequence[str]) -> dict[str, str]:
@@ -235,6 +270,12 @@ def take_error_file() -> Path | None:
     Read once: the variable is removed, so that a child process does not see it.
     """
     text = os.environ.pop(_ERROR_FILE, None)
+    return Path(text) if text else None
+
+
+def agent_error_file() -> Path | None:
+    """Return the file in which torchrun's agent looks for this rank's failure."""
+    text = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(text) if text else None
 
 
@@ -359,6 +400,25 @@ def _out_of_range(numbers: dict[str, int]) -> list[str]:
         problems.append("LOCAL_WORLD_SIZE is greater than WORLD_SIZE in the environment")
     if not 1 <= numbers["MASTER_PORT"] <= 65535:
         problems.append(f"MASTER_PORT is {numbers['MASTER_PORT']} in the environment: a port is from 1 to 65535")
+    return problems
+
+
+def _two_launchers(numbers: dict[str, int]) -> list[str]:
+    """Return where srun or mpirun says otherwise than RANK and WORLD_SIZE, which a shell may have kept."""
+    if launcher() in ("torchrun", "shardwise"):
+        return []
+    problems = []
+    for name, (rank, size, *_) in _LAUNCHERS.items():
+        task, tasks = os.environ.get(rank, ""), os.environ.get(size, "")
+        if not (task.isdigit() and tasks.isdigit()) or int(tasks) < 2:
+            continue
+        world = numbers["WORLD_SIZE"]  # a launcher below this one makes it larger
+        if world < int(tasks) or (world == int(tasks) and numbers["RANK"] != int(task)):
+            problems.append(
+                f"RANK = {numbers['RANK']} and WORLD_SIZE = {world} are in the environment, but {name} says that this "
+                f"is task {task} of {tasks}: unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or start "
+                f"torchrun below {name}"
+            )
     return problems
 
 

@@ -18,7 +18,8 @@
     │   ├── OutOfMemory      a device or the host had no memory left
     │   │   └── KilledForMemory     the kernel killed a rank
     │   └── RankError        a rank died, hung or raised
-    └── Interrupted          the user or a scheduler stopped it                         exit 130
+    └── Interrupted          the user stopped it                                        exit 130
+        └── Preempted        a scheduler stopped it: start it again                     exit 75
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from collections.abc import Iterable, Sequence
 
 
 class ShardwiseError(Exception):
-    """Base class; ``exit_code`` is the exit status of the command line."""
+    """Base class; ``exit_code`` is the exit status of the command line.
+
+    ``on_all_ranks`` says that each rank raises it, so that rank 0 alone prints it.
+    """
 
     exit_code = 3
+    on_all_ranks = False
 
 
 class UserError(ShardwiseError):
@@ -104,9 +109,16 @@ class RankError(MachineError):
 
 
 class Interrupted(ShardwiseError):
-    """A stop was requested (Ctrl-C or SIGTERM)."""
+    """A stop was requested (Ctrl-C)."""
 
     exit_code = 130
+    on_all_ranks = True
+
+
+class Preempted(Interrupted):
+    """A scheduler took the machine away (SIGTERM or SIGUSR1); the same command resumes."""
+
+    exit_code = 75  # EX_TEMPFAIL of <sysexits.h>: a failure that passes, try again
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -18,8 +18,18 @@ from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
 from shardwise.environment import rendezvous
-from shardwise.errors import ConfigError, Interrupted, KilledForMemory, OutOfMemory, PlanError, RankError, UserError
+from shardwise.errors import (
+    ConfigError,
+    Interrupted,
+    KilledForMemory,
+    OutOfMemory,
+    PlanError,
+    Preempted,
+    RankError,
+    UserError,
+)
 from shardwise.launch import fork_server
+from shardwise.launch.preemption import Terminated, terminated
 from shardwise.launch.rank import BEFORE_WORK
 from shardwise.train.run_files import RunFile
 
@@ -227,9 +237,13 @@ def interrupted_before_start() -> Iterator[None]:
 
     Raises:
         Interrupted: by Ctrl-C.
+        Preempted: by a scheduler's signal.
     """
     try:
-        yield
+        with terminated():
+            yield
+    except Terminated:
+        raise Preempted(BEFORE_FIRST_STEP) from None
     except KeyboardInterrupt:
         raise Interrupted(BEFORE_FIRST_STEP) from None
 
@@ -254,16 +268,17 @@ def launch(job: Job, master_port: int) -> None:
             threads=threads(job),
             logs=output / "logs",
             master_port=master_port,
+            preemptible=True,
         )
     except Interrupted as error:
         text = str(error)
         if text == BEFORE_WORK:
-            raise Interrupted(BEFORE_FIRST_STEP) from error
+            raise type(error)(BEFORE_FIRST_STEP) from error
         if "the same command" in text:
             raise
         from shardwise.run.resume_command import how_to_resume
 
-        raise Interrupted(f"{text}\n{how_to_resume(job.config, job.command)}") from error
+        raise type(error)(f"{text}\n{how_to_resume(job.config, job.command)}") from error
     except (OutOfMemory, RankError) as error:
         from shardwise.run.out_of_memory import ForeseenRun, Shortage
         from shardwise.run.resume_command import how_to_resume

@@ -9,16 +9,19 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from shardwise.distributed.control_message import Meeting, announce_joined, announce_left
-from shardwise.environment import Rendezvous, rendezvous
+from shardwise.distributed.rendezvous import hello, meet
+from shardwise.distributed.same_environment import facts_of, interface_problems
+from shardwise.environment import Rendezvous, launcher, node_name, rendezvous
 from shardwise.errors import MachineError, ShardwiseError, UserError
 
 _CSR = (torch.sparse_csr, torch.sparse_bsr)
@@ -54,11 +57,14 @@ class Ranks:
 _STAYING: dict[int, Ranks] = {}
 
 
-def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
+def join(device: str = "auto", timeout_s: float = 1800.0, *, alike: Mapping[str, Any] | None = None) -> Ranks:
     """Join the world of the environment, adopt an existing group, or form a world of one.
 
+    ``alike`` are JSON documents that must be the same on all ranks, such as the config, under the names that a message
+    gives them.
+
     Raises:
-        UserError: the rendezvous variables are incomplete.
+        UserError: the rendezvous variables are incomplete, or ranks differ or have not come.
         MachineError: the other ranks cannot be reached.
     """
     place = _place()
@@ -77,9 +83,11 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
             if place is None:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
             else:
+                store = None if launcher() == "shardwise" else _met(place, target, timeout_s, alike or {})
                 dist.init_process_group(
                     backend,
-                    init_method="env://",
+                    init_method="env://" if store is None else None,
+                    store=store,
                     rank=place.rank,
                     world_size=place.world_size,
                     timeout=timeout,
@@ -106,6 +114,13 @@ def join(device: str = "auto", timeout_s: float = 1800.0) -> Ranks:
         owns_group=owns,
         owns_control=needs_control,
     )
+
+
+def _met(place: Rendezvous, target: torch.device, timeout_s: float, alike: Mapping[str, Any]) -> Store:
+    """Meet the ranks of another launcher, whose nodes may differ; returns the store of this attempt."""
+    model = torch.cuda.get_device_name(target) if target.type == "cuda" else target.type
+    facts = facts_of(place, torch.__version__, model, alike)
+    return meet(place, hello(place, node_name(), facts, interface_problems(target.type)), timeout_s)
 
 
 def _place() -> Rendezvous | None:
@@ -264,7 +279,9 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     if failure is not None:
         raise failure
     if not text:
-        raise UserError(f"rank 0 could not prepare {what}; its message shows the reason")
+        told = UserError(f"rank 0 could not prepare {what}; its message shows the reason")
+        told.on_all_ranks = True
+        raise told
     return text
 
 

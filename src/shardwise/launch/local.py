@@ -18,9 +18,10 @@ from types import FrameType
 from typing import IO, Any
 
 from shardwise import environment, errors
-from shardwise.errors import Interrupted, KilledForMemory, RankError, ShardwiseError, UserError
+from shardwise.errors import Interrupted, KilledForMemory, Preempted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.exit_status import OomKills, StallMonitor
+from shardwise.launch.preemption import PREEMPTING, Repeated
 from shardwise.launch.rank import BEFORE_WORK, RankReport, is_peer_symptom, spare
 from shardwise.units import bytes_text
 
@@ -30,6 +31,9 @@ REPORT_S = 2.0
 STOP_S = 60.0
 """Time for the ranks to save and exit after an interrupt."""
 
+PREEMPTED_S = 600.0
+"""The same after a scheduler's signal: it ends the processes itself when its own time is over."""
+
 STILL_S = 30.0
 """Time that a rank's process may be stopped, or wait for a disk, before it is reported."""
 
@@ -38,7 +42,8 @@ _POLL_S = 0.02
 _KILL_S = 10.0  # a process that is stuck in a driver outlives SIGKILL
 _ORPHANS_S = 1.0
 _TAIL_LINES = 15
-_INTERRUPTED = (Interrupted.exit_code, -signal.SIGINT)
+_INTERRUPTED = (Interrupted.exit_code, Preempted.exit_code, -signal.SIGINT)
+_STOPS = (Interrupted.__name__, Preempted.__name__)
 _REASONS: dict[int, str] = {
     signal.SIGKILL: "{killed}; it had used up to {memory}",
     signal.SIGBUS: "is /dev/shm full, or a mapped file cut short?",
@@ -56,6 +61,7 @@ def run_local(
     logs: Path,
     master_port: int = 0,
     grace_s: float = 5.0,
+    preemptible: bool = False,
 ) -> int:
     """Run ``command`` as ``world_size`` ranks and return 0 once all of them have ended with 0.
 
@@ -65,13 +71,14 @@ def run_local(
 
     On the first failure the others have `REPORT_S` to report, then SIGTERM and ``grace_s``, then SIGKILL; the raised
     error is the failure that came first, not its consequences on other ranks. An interrupt (SIGINT or SIGTERM) is
-    forwarded to the ranks once, as SIGINT, and they have `STOP_S` to exit; a second SIGINT kills them at once. When
+    forwarded to the ranks once, as SIGINT, and they have `STOP_S` to exit; a second SIGINT kills them at once. If the
+    ranks are ``preemptible``, SIGTERM and SIGUSR1 are forwarded as they are, and again when a scheduler insists. When
     this returns or raises, every process of the ranks' process groups has ended; when this process is killed, ranks
     that run under `shardwise.launch.rank.guarded` end too.
     """
     if world_size < 1:
         raise UserError(f"there must be 1 rank or more, not {world_size}")
-    with _Stops() as stops, _listen(master_port) as listener:
+    with _Stops(preemptible) as stops, _listen(master_port) as listener:
         world = _World(OomKills.now())
         killed: list[int] = []
         try:
@@ -114,8 +121,10 @@ class _Rank:
             self.ended_ns = time.monotonic_ns()
             self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
-    def ended_early(self) -> bool:
+    def ended_early(self, stopped_by: int) -> bool:
         """Return whether an interrupt ended it before it could stop in an orderly way; its peers wait for it then."""
+        if stopped_by in PREEMPTING and self.exit_code == -stopped_by and not self.shot:  # before it had handlers
+            return True
         if self.exit_code not in _INTERRUPTED:
             return False
         report = self.report = self.report or RankReport.read(self.error_file)
@@ -225,14 +234,23 @@ def _start(command: Sequence[str], env: dict[str, str], output: IO[bytes] | None
 class _Stops:
     """Counts stop requests in place of the earlier handlers; inactive outside the main thread."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, preemptible: bool) -> None:
+        self.asked = 0  # the signal to forward
         self.insisted = False
+        self.repeated = False  # by a scheduler
+        self._numbers = (signal.SIGINT, *PREEMPTING) if preemptible else (signal.SIGINT, signal.SIGTERM)
+        self._preemptible = preemptible
+        self._first = Repeated()
         self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def preempted(self) -> bool:
+        """True after a scheduler's signal."""
+        return self.asked in PREEMPTING
 
     def __enter__(self) -> _Stops:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in self._numbers:
                 self._previous[number] = signal.signal(number, self._count)
         return self
 
@@ -241,8 +259,10 @@ class _Stops:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _count(self, number: int, _: FrameType | None) -> None:
-        self.insisted = self.insisted or (self.asked and number == signal.SIGINT)
-        self.asked = True
+        self.insisted = self.insisted or (self.asked > 0 and number == signal.SIGINT)
+        if self._preemptible and number in PREEMPTING:
+            self.repeated = self._first.repeated() or self.repeated
+        self.asked = self.asked or (number if self._preemptible else signal.SIGINT)
 
 
 def _listen(port: int) -> socket.socket:
@@ -276,20 +296,21 @@ def _host_store(listener: socket.socket) -> Any:
 def _wait(world: _World, stops: _Stops) -> None:
     """Wait until every rank has ended, or the running ones must be ended."""
     stop_by = fail_by = float("inf")
-    forwarded = False
+    forwarded = 0
     still = StallMonitor(STILL_S)
     while running := world.running():
         now = time.monotonic()
         for line in still.look((rank.rank, rank.pid) for rank in running):
             print(f"shardwise: {line}", file=sys.stderr, flush=True)
         ended = [r.exit_code for r in world.ranks if r.exit_code]
-        if stops.asked and not forwarded:
-            forwarded = True
+        if forwarded < (stops.asked > 0) + stops.repeated:
+            forwarded += 1
             for rank in running:  # not its group: its data workers must continue until it has saved
-                os.kill(rank.pid, signal.SIGINT)
+                os.kill(rank.pid, stops.asked)
         if stops.asked or any(code in _INTERRUPTED for code in ended):
-            stop_by = min(stop_by, now + STOP_S)
-        if any(code not in _INTERRUPTED for code in ended) or any(r.ended_early() for r in world.ranks):
+            stop_by = min(stop_by, now + (PREEMPTED_S if stops.preempted and not stops.repeated else STOP_S))
+        early = [rank.ended_early(stops.asked) for rank in world.ranks]
+        if any(code not in _INTERRUPTED for code in ended) or any(early):
             fail_by = min(fail_by, now + REPORT_S)
         if stops.insisted or now > min(stop_by, fail_by):
             return
@@ -318,19 +339,20 @@ class _Fault:
         """
         if self.symptom:
             return 3, self.at_ns
-        if self.kind == Interrupted.__name__:
+        if self.kind in _STOPS:
             return 2, self.at_ns
         return int(self.kind != "signal" or self.rank.exit_code == -signal.SIGABRT), self.at_ns
 
 
-def _faults(world: _World, killed: Sequence[int], stopped: bool) -> Iterator[_Fault]:
+def _faults(world: _World, killed: Sequence[int], stopped_by: int) -> Iterator[_Fault]:
+    stopped = -stopped_by if stopped_by in PREEMPTING else -signal.SIGTERM
     for r in world.ranks:
         if r.report is not None:
             message = r.report
             yield _Fault(r, message.kind, tuple(message.message), message.peer_symptom, message.at_ns)
         elif not r.exit_code or (r.rank in killed and (r.shot or r.exit_code != -signal.SIGKILL)):
             continue  # but a rank that was killed from outside may take a while to end
-        elif r.exit_code in _INTERRUPTED or (stopped and r.exit_code == -signal.SIGTERM):
+        elif r.exit_code in _INTERRUPTED or (stopped_by and r.exit_code == stopped):
             yield _Fault(r, Interrupted.__name__, ("interrupted",), False, r.ended_ns)
         elif r.exit_code < 0:
             yield _Fault(r, "signal", (str(r.exit_code),), False, r.ended_ns)
@@ -343,14 +365,17 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
     _keep_tracebacks(world)
     faults = sorted(_faults(world, killed, stops.asked), key=lambda fault: fault.order)
     blamed = faults[0] if faults else None
-    interrupted = stops.asked if blamed is None or blamed.symptom else blamed.kind == Interrupted.__name__
-    if interrupted and any(rank.ended_early() for rank in world.ranks):
-        return Interrupted(BEFORE_WORK)
+    interrupted = stops.asked > 0 if blamed is None or blamed.symptom else blamed.kind in _STOPS
+    kind = Preempted if stops.preempted else Interrupted
+    if interrupted and any(rank.ended_early(stops.asked) for rank in world.ranks):
+        return kind(BEFORE_WORK)
     if interrupted and killed:
         how = "killed before they could stop" if stops.insisted else f"killed, as they did not stop in {STOP_S:g} s"
-        return Interrupted(f"interrupted; {_who(killed, world)} had to be {how}: what came after the last save is lost")
+        return kind(f"interrupted; {_who(killed, world)} had to be {how}: what came after the last save is lost")
+    if interrupted and stops.repeated and not any(rank.report for rank in world.ranks):
+        return kind("preempted, and again before the save was done: what came after the last save is lost")
     if blamed is None or (interrupted and blamed.symptom):
-        return Interrupted("interrupted")
+        return kind("interrupted")
     same = [f.rank.rank for f in faults if (f.kind, f.message) == (blamed.kind, blamed.message)]
     who = _who(same, world)
     if blamed.kind in ("signal", "exit"):

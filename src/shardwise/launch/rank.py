@@ -29,6 +29,7 @@ BEFORE_WORK = "interrupted before the work was done"
 """Message of a rank that was interrupted while nothing in it could stop in an orderly way."""
 
 _PARENT_GONE = 3
+_PARENT_POLL_S = 0.5
 _PEER_SYMPTOMS = (
     "connection closed by peer",
     "connection reset",
@@ -119,12 +120,13 @@ def _write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def guarded(main: Callable[[], int]) -> NoReturn:
+def guarded(main: Callable[[], int], logs: Path | None = None) -> NoReturn:
     """Run ``main`` as a rank, and exit with its return value. Call it first; import torch in it.
 
     If ``main`` raises, the rank exits with the exception's exit code, after it has reported the exception: in the error
-    file that the parent named, without printing, as the parent reports for all ranks; else on stderr. It exits without
-    the interpreter's finalization, which races with the threads of the process group.
+    file that the parent named, without printing, as the parent reports for all ranks; else on stderr, in the file from
+    which torchrun makes its summary, and with the traceback in ``logs``. It exits without the interpreter's
+    finalization, which races with the threads of the process group.
     """
     error_file = environment.take_error_file()
     _watch_parent(environment.take_parent_fd())
@@ -133,7 +135,7 @@ def guarded(main: Callable[[], int]) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed leaves a complete log
     try:
-        code = _run(main, error_file)
+        code = _run(main, error_file, logs)
         if code == 0:
             _leave_together()
     except BaseException:  # such as a second interrupt
@@ -146,7 +148,7 @@ def guarded(main: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def _run(main: Callable[[], int], error_file: Path | None) -> int:
+def _run(main: Callable[[], int], error_file: Path | None, logs: Path | None) -> int:
     try:
         return main()
     except SystemExit as stop:
@@ -159,24 +161,53 @@ def _run(main: Callable[[], int], error_file: Path | None) -> int:
         error.__cause__ = stop
     except BaseException as raised:
         error = raised
-    return _report(error, error_file)
+    return _report(error, error_file, logs)
 
 
-def _report(error: BaseException, error_file: Path | None) -> int:
+def _report(error: BaseException, error_file: Path | None, logs: Path | None) -> int:
     """Report the failure to the parent or the user, and return the exit code."""
-    code = error.exit_code if isinstance(error, ShardwiseError) else ShardwiseError.exit_code
+    here = None
+    with contextlib.suppress(UserError):  # the failure itself
+        here = environment.rendezvous()
+    report = RankReport.of(error, here.rank if here else 0)
     if error_file is not None:
         try:
-            here = environment.rendezvous()
-            RankReport.of(error, here.rank if here else 0).write(error_file)
-            return code
-        except (OSError, UserError) as unable:
+            report.write(error_file)
+            return report.exit_code
+        except OSError as unable:
             print(f"this rank's failure could not be written to {error_file}: {unable}", file=sys.stderr)
-    if isinstance(error, ShardwiseError):
-        print(error, file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    return code
+    text = str(error) if isinstance(error, ShardwiseError) else report.traceback.rstrip()
+    if here is None:
+        print(text, file=sys.stderr)
+        return report.exit_code
+    _tell_agent(report, text)
+    if logs is not None:
+        _keep(report, logs)
+    shared = isinstance(error, ShardwiseError) and error.on_all_ranks
+    if here.rank == 0 or not (shared or (report.peer_symptom and here.local_rank)):  # of a symptom, one on each node
+        where = f"rank {here.rank} of node {environment.node_name()}: "
+        print(text if shared or text.startswith("rank ") else where + text, file=sys.stderr)
+    return report.exit_code
+
+
+def _tell_agent(report: RankReport, text: str) -> None:
+    """Write the file from which torchrun's summary has the message; it calls the earliest failure the root cause."""
+    file = environment.agent_error_file()
+    if file is None:
+        return
+    seconds = int(time.time()) + report.peer_symptom  # whole ones: what a failure caused must not share its second
+    facts = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(seconds)}}
+    with contextlib.suppress(OSError):
+        _write_whole(file, json.dumps({"message": facts}))
+
+
+def _keep(report: RankReport, logs: Path) -> None:
+    """Append the traceback to the rank's log."""
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    with contextlib.suppress(OSError):
+        logs.mkdir(parents=True, exist_ok=True)
+        with open(logs / f"rank-{report.rank}.log", "a", encoding="utf-8", errors="backslashreplace") as log:
+            log.write(f"{when} on node {environment.node_name()}\n{report.traceback}")
 
 
 def _leave_together() -> None:
@@ -193,19 +224,28 @@ def _leave_together() -> None:
 
 
 def _watch_parent(fd: int | None) -> None:
-    """End this rank when the parent ends for any reason: its pipe, never written to, closes."""
-    if fd is None:
+    """End this rank when the parent ends for any reason: its pipe, never written to, closes.
+
+    torchrun has no such pipe, and its workers outlive an agent that is killed: they would train on as a node that the
+    others believe lost. Their parent's number changes.
+    """
+    if fd is None and environment.launcher() != "torchrun":
         return
+    parent = os.getppid()
 
     def watch() -> None:
         try:
-            os.read(fd, 1)
+            while fd is None and os.getppid() == parent:
+                time.sleep(_PARENT_POLL_S)
+            if fd is not None:
+                os.read(fd, 1)
         except OSError:
             return
         os._exit(_PARENT_GONE)
 
-    with contextlib.suppress(OSError):
-        os.set_inheritable(fd, False)
+    if fd is not None:
+        with contextlib.suppress(OSError):
+            os.set_inheritable(fd, False)
     threading.Thread(target=watch, name="shardwise-parent-watch", daemon=True).start()
 
 

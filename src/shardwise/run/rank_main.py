@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.environment import launched_by
+from shardwise.environment import launched_by, node_name
 from shardwise.errors import Interrupted, OutOfMemory, RankError
+from shardwise.launch.preemption import StopSignals
 from shardwise.launch.rank import guarded, lost_peer
 from shardwise.units import seconds_text
 
@@ -29,7 +29,7 @@ def main() -> int:
 
 def run_job(job: Any, ranks: Any = None) -> int:
     """Train on this rank; return the exit code."""
-    from shardwise.distributed.process_group import join
+    from shardwise.distributed.process_group import gather_text, join
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
     from shardwise.run.out_of_memory import ForeseenRun, OutOfMemoryRecorder, is_out_of_memory
@@ -40,15 +40,16 @@ def run_job(job: Any, ranks: Any = None) -> int:
 
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
+    alone = ranks.world_size == ranks.local_world_size
+    nodes = [] if alone else list(dict.fromkeys(gather_text(node_name(), ranks)))
     if ranks.is_main:
         try:
-            write_environment(Path(job.config.train.output))
+            write_environment(Path(job.config.train.output), nodes)
         except OSError as error:  # the run's report lacks it, and says so
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
-    signal.signal(signal.SIGINT, lambda *_: session.stop())
-    signal.signal(signal.SIGTERM, lambda *_: session.stop())
+    stops = StopSignals(session.stop)
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
     memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
@@ -58,6 +59,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
         if ranks.is_main and not told_before(job, session, outcome, reporter):
             conclude(job, session, recorder, outcome, reporter)
     except Interrupted:
+        stops.saved = True
         if ranks.is_main:
             so_far(job, recorder, reporter)
         raise
@@ -193,7 +195,8 @@ def run_under_launcher(
         from shardwise.run.job import Job, prepare_job
         from shardwise.run.run_summary import keep_job
 
-        ranks = join(config.parallel.device)
+        alike = {"": config.model_dump(mode="json"), "plan": None if plan is None else plan.model_dump(mode="json")}
+        ranks = join(config.parallel.device, alike=alike)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
         here = config.model_copy(update={"parallel": local})
 
@@ -211,7 +214,7 @@ def run_under_launcher(
             after()
         return status
 
-    guarded(inner)
+    guarded(inner, Path(config.train.output) / "logs")
 
 
 def run_launched(job: Any, ranks: Any) -> int:

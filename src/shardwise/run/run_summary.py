@@ -6,6 +6,7 @@ import contextlib
 import json
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.tasks.registry import prepare_data
 
 PACKAGES = ("shardwise", "torch", "triton", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+_NODES = 16  # that a report names
 
 
 def keep_job(job: Job) -> Path:
@@ -63,13 +65,18 @@ def environment_facts() -> dict[str, str]:
     return facts
 
 
-def write_environment(folder: Path) -> None:
+def write_environment(folder: Path, nodes: Sequence[str] = ()) -> None:
     """Write the current facts to ``folder``; a run that resumes elsewhere replaces them.
+
+    The names of ``nodes`` are written where there are several: a slow one is looked for by its name.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    replace_file(folder / RunFile.ENVIRONMENT, json.dumps(environment_facts(), indent=1))
+    more = f" and {len(nodes) - _NODES} more" if len(nodes) > _NODES else ""
+    shown = {"nodes": f"{len(nodes)}: {', '.join(nodes[:_NODES])}{more}"} if len(nodes) > 1 else {}
+    facts = environment_facts() | shown
+    replace_file(folder / RunFile.ENVIRONMENT, json.dumps(facts, indent=1))
 
 
 def finished(config: Config) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.load import has_average, load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import BaseWeights, load_weights
-from shardwise.errors import ConfigError, Interrupted
+from shardwise.errors import ConfigError
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.ddp import finish_reduction
 from shardwise.parallel.lora.adapters import add_adapters
@@ -51,6 +51,7 @@ from shardwise.train.run_files import RunFile
 from shardwise.train.run_interface import Outcome, Reporter, RunCallback, RunStart, StepWindow
 from shardwise.train.session import Session
 from shardwise.train.step import StepResult, check_finite
+from shardwise.train.stop import stop_error
 from shardwise.train.tasks.own_loss import loss_of
 from shardwise.train.tasks.pretrained import is_pretrained
 from shardwise.train.tasks.registry import (
@@ -118,6 +119,7 @@ class TrainingRun:
 
         Raises:
             Interrupted: after a stop was requested; the state is saved before.
+            Preempted: a scheduler requested it.
         """
         model = self._prepare()
         table = self.config.checkpoint
@@ -127,6 +129,8 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
+        if self.is_main:
+            (self.output / RunFile.PREEMPTED).unlink(missing_ok=True)
         self._protect()
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
@@ -154,10 +158,7 @@ class TrainingRun:
         if metrics is not None:
             metrics.close()
         if self.session.stopped:
-            raise Interrupted(
-                f"stopped after step {self.session.steps_done} of {self.total}, saved as '{path}'; "
-                "the same command resumes from there"
-            )
+            raise stop_error(self.session, self.output, path, self.total)
         found = self.evaluator
         return Outcome(self.session.steps_done, self.tokens, self.labels, self.last_loss, found.evaluation, found.best)
 

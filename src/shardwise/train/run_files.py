@@ -19,6 +19,7 @@ class RunFile(StrEnum):
     SUMMARY = "summary.json"
     RECORD = "report.json"
     PAGE = "report.html"
+    PREEMPTED = "preempted"
     LOCK = ".lock"
 
 

@@ -8,6 +8,7 @@ synchronises. `shardwise train` uses this class too; there is no second implemen
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,8 @@ class Session:
     """Training session on this rank; create one with ``shardwise.start``.
 
     ``plan`` is set by `prepare`. ``phase`` is the current phase, for observers; functions in ``phase_watchers`` are
-    called when it changes. ``header`` is sent with each step's first message.
+    called when it changes. ``header`` is sent with each step's first message. ``stopped_by`` is the signal
+    that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it.
     """
@@ -123,6 +125,7 @@ class Session:
     first_step: int = 0
     phase_watchers: list[Callable[[str], None]] = field(default_factory=list)
     stopped: bool = False
+    stopped_by: int = 0
     scaler: torch.amp.GradScaler | None = None
     saver: Saver | None = None
     in_step: bool = False
@@ -138,7 +141,7 @@ class Session:
     _applied: Applied | None = None
     _optimizer: Optimizer | None = None
     _trainable: list[nn.Parameter] = field(default_factory=list)
-    _stop_asked: bool = False
+    _stop_asked: int = 0
     _forwards: int = 0
     _gathers: bool = False
     _calls: Calls = field(default_factory=Calls)
@@ -350,17 +353,17 @@ class Session:
             micros = [self._micro(batch, count) for batch in given]
             last = micros[-1] if micros else last
             tokens, ready = sum(m.num_tokens for m in micros), int(last is not None)
-            own, header = [tokens, len(micros), int(self._stop_asked), ready, *self.marks(given)], self._post()
+            own = [tokens, len(micros), self._stop_asked, ready, *self.marks(given)]
+            header = [number for one in self.header for number in one.post()]
             self.phase = "control"
             rows = gather_ints([*own, *header], self.ranks, "the start of a step")
             self.phase = "other"
             if any(row[1] for row in rows):
                 keep_together(self, rows)
             self._deliver(rows, len(own))
-            length = max(row[1] for row in rows)
-            stream.ended = length == 0
-            if stream.ended or any(row[2] for row in rows):
-                self.stopped, self._windows = any(row[2] for row in rows), None
+            stream.ended = (length := max(row[1] for row in rows)) == 0
+            if self._adopt_stop(row[2] for row in rows) or stream.ended:
+                self._windows = None
                 return
             starved = [rank for rank, row in enumerate(rows) if not row[3]]
             if starved or last is None:
@@ -385,10 +388,6 @@ class Session:
             if self.steps_done != number:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
         stream.ended = stream.epoch is not None
-
-    def _post(self) -> list[int]:
-        """Collect the integers that all senders attach to the message."""
-        return [number for one in self.header for number in one.post()]
 
     def _deliver(self, rows: list[list[int]], start: int) -> None:
         for one in self.header:
@@ -478,16 +477,21 @@ class Session:
         self._come_together("session.report")
         return self.reporter(self)
 
-    def stop(self) -> None:
+    def stop(self, number: int = signal.SIGINT) -> None:
         """Request the end at the next step boundary; one rank's request stops all.
 
-        Safe in a signal handler.
+        Safe in a signal handler, of the signal ``number``.
         """
-        self._stop_asked = True
+        self._stop_asked = max(self._stop_asked, number)
 
     def stop_agreed(self) -> bool:
         """Return whether any rank was asked to stop; collective, and stored as ``stopped``."""
-        self.stopped = self.stopped or any(row[0] for row in gather_ints([int(self._stop_asked)], self.ranks))
+        return self._adopt_stop(row[0] for row in gather_ints([self._stop_asked], self.ranks))
+
+    def _adopt_stop(self, asked: Iterable[int]) -> bool:
+        """Adopt the signal of any rank, on all the same; return whether there is one."""
+        self.stopped_by = max(self.stopped_by, *asked)
+        self.stopped = self.stopped_by > 0
         return self.stopped
 
     def close(self) -> None:

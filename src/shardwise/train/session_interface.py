@@ -25,6 +25,7 @@ class TrainingSession(Protocol):
     first_step: int
     in_step: bool
     stopped: bool
+    stopped_by: int
     micros_left: int
     scaler: torch.amp.GradScaler | None
     in_backward: InBackward | None
