@@ -37,6 +37,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
     from shardwise.train.tasks.registry import open_data
+    from shardwise.watch.rank_watch import RankWatch
 
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
@@ -47,6 +48,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
+    watch = RankWatch(session, Path(job.config.train.output)) if job.config.train.watch else None
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
@@ -67,6 +69,8 @@ def run_job(job: Any, ranks: Any = None) -> int:
         raise OutOfMemory(memory.explained(error)) from error
     finally:
         recorder.close()
+        if watch is not None:
+            watch.close()
     session.close()
     return 0
 

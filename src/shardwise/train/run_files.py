@@ -20,6 +20,8 @@ class RunFile(StrEnum):
     RECORD = "report.json"
     PAGE = "report.html"
     LOCK = ".lock"
+    HEARTBEATS = "watch"
+    WATCH = "watch.json"
 
 
 def replace_file(path: Path, text: str) -> None:
