@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,18 +21,19 @@ FOREVER_S = 1000.0
 class Faulty(nn.Module):
     """Bytes decoder that comes to harm in the forward of step ``step`` on rank ``rank``."""
 
-    def __init__(self, kind: str, rank: int, step: int, every_s: float) -> None:
+    def __init__(self, kind: str, rank: int, step: int, mark: str) -> None:
         super().__init__()
         self.inner = ByteDecoder(0.0)
-        self.kind, self.rank, self.step, self.every_s = kind, rank, step, every_s
+        self.kind, self.rank, self.step, self.mark = kind, rank, step, mark
         self.forwards = 0
         self.groups: list[Any] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.training and torch.is_grad_enabled() and ids.device.type == "cpu" and dist.is_initialized():
             self.forwards += 1
-            time.sleep(self.every_s)
             mine = dist.get_rank() == self.rank and self.forwards == self.step
+            if mine and self.mark:
+                Path(self.mark).write_text(str(time.time()))
             getattr(self, f"_{self.kind}")(mine)
         return self.inner(ids)
 
@@ -92,6 +94,10 @@ class Faulty(nn.Module):
         for group in reversed(self.groups) if mine else self.groups:
             dist.all_reduce(torch.ones(3), group=group)
 
+    def _slow_first(self, mine: bool) -> None:
+        if mine:
+            time.sleep(3.0)
+
     def _loader(self, mine: bool) -> None:
         """The next batch never comes."""
         if mine:
@@ -102,5 +108,6 @@ class Faulty(nn.Module):
                     kind.batch = lambda *_: time.sleep(FOREVER_S)  # type: ignore[attr-defined]
 
 
-def model(kind: str = "none", rank: int = 1, step: int = 6, every_s: float = 0.0) -> Faulty:
-    return Faulty(kind, rank, step, every_s)
+def model(kind: str = "none", rank: int = 1, step: int = 6, mark: str = "") -> Faulty:
+    """``mark``: a file for the time of the fault."""
+    return Faulty(kind, rank, step, mark)

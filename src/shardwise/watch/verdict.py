@@ -204,13 +204,13 @@ def _sequence(state: RankState | None, group: str) -> dict[int, CollectiveCall]:
 
 
 def _pending(state: RankState | None) -> CollectiveCall | None:
-    """CollectiveCall that a rank has waited in longest."""
+    """Collective that a rank has waited in longest."""
     waits = [call for call in (state.collectives if state is not None else ()) if call.pending]
     return min(waits, key=lambda call: call.created_ns, default=None)
 
 
 def _split(facts: Sequence[RankFacts], group: str) -> tuple[list[tuple[RankFacts, CollectiveCall]], list[RankFacts]]:
-    """Ranks that wait in ``group``, with the first collective that they wait in; and members that have not come there."""
+    """Ranks that wait in ``group``, with the first collective that they wait in; and members that have not come."""
     waiting, behind = [], []
     for one in facts:
         pending = [call for call in _sequence(one.state, group).values() if call.pending]
