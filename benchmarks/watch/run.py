@@ -39,8 +39,8 @@ EXPECTED = {
     "exception": (None, "came to harm"),
 }
 """The reason in watch.json (None: a rank ends, and the launcher tells), and words of the message, of each fault."""
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "ddp+tp2", "ddp+cp2")
-NEEDS_FOUR = ("hsdp", "ddp+tp2", "ddp+cp2")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+NEEDS_FOUR = ("hsdp",)
 
 
 @dataclass(frozen=True)

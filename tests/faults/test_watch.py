@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,11 +17,11 @@ from unittest import mock
 import pytest
 
 from shardwise.watch import monitor
-from shardwise.watch.heartbeat import Beat, Heartbeat, read_beat
+from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, read_beat
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
 from shardwise.watch.verdict import RankFacts, Reason, Verdict, judge
-from tests.cli.configs import write_config
+from tests.cli.configs import ROOT, environment, write_config
 from tests.commands import shardwise
 
 
@@ -89,6 +92,22 @@ def test_a_run_without_it_has_neither_heartbeats_nor_a_verdict(tmp_path: Path) -
     config = write_config(tmp_path, train={"steps": 2, "watch": False, "output": str(tmp_path / "run")})
     shardwise("train", str(config))
     assert not (tmp_path / "run" / "watch").exists()
+
+
+def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.hanging_loop", str(tmp_path)],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("shardwise: all ranks were ended")]
+    assert len(said) == 1 and "rank 1 in all_reduce(float [3])" in said[0], done.stderr
+    assert "hanging_loop.py:19 in main `dist.all_reduce(torch.ones(3))`" in said[0]
+    assert done.returncode and "exitcode  : 3" in done.stderr
+    assert (tmp_path / "watch.json").exists() and not list(Path(tempfile.gettempdir()).glob("shardwise-watch-*"))
 
 
 # the judge, on facts
@@ -171,9 +190,7 @@ def test_a_wait_is_held_against_what_the_run_has_shown(
 
 def test_a_heartbeat_is_read_from_another_process_view(tmp_path: Path) -> None:
     beat = Heartbeat(tmp_path, 3)
-    assert read_beat(tmp_path, 3) == Beat(
-        3, os.getpid(), 0, "start", beat._since, 0, dict.fromkeys(monitor_phases(), 0)
-    )
+    assert read_beat(tmp_path, 3) == Beat(3, os.getpid(), 0, "start", beat._since, 0, dict.fromkeys(PHASES, 0))
     for _ in range(4):
         beat.phase("data")
         beat.phase("forward")
@@ -184,12 +201,6 @@ def test_a_heartbeat_is_read_from_another_process_view(tmp_path: Path) -> None:
     assert read_beat(tmp_path, 4) is None
     (tmp_path / "rank-5.beat").write_bytes(b"SW")
     assert read_beat(tmp_path, 5) is None
-
-
-def monitor_phases() -> tuple[str, ...]:
-    from shardwise.watch.heartbeat import PHASES
-
-    return PHASES
 
 
 def test_it_says_when_the_ranks_go_on(tmp_path: Path) -> None:

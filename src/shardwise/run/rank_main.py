@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.environment import launched_by
+from shardwise.environment import launched_by, record_collectives
 from shardwise.errors import Interrupted, OutOfMemory, RankError
 from shardwise.launch.rank import guarded, lost_peer
 from shardwise.units import seconds_text
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def run_job(job: Any, ranks: Any = None) -> int:
-    """Train on this rank; return the exit code."""
+    """Train on this rank; return the exit code. ``ranks`` are given under another launcher, which watches nobody."""
     from shardwise.distributed.process_group import join
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
@@ -39,6 +39,7 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.train.tasks.registry import open_data
     from shardwise.watch.rank_watch import RankWatch
 
+    launched = ranks is not None
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
     if ranks.is_main:
@@ -48,7 +49,9 @@ def run_job(job: Any, ranks: Any = None) -> int:
             reporter.log(f"the versions of this run are not kept: {error.strerror}")
 
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
-    watch = RankWatch(session, Path(job.config.train.output)) if job.config.train.watch else None
+    watch = None
+    if job.config.train.watch:
+        watch = RankWatch(session, Path(job.config.train.output), beside=launched)
     signal.signal(signal.SIGINT, lambda *_: session.stop())
     signal.signal(signal.SIGTERM, lambda *_: session.stop())
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
@@ -197,6 +200,7 @@ def run_under_launcher(
         from shardwise.run.job import Job, prepare_job
         from shardwise.run.run_summary import keep_job
 
+        record_collectives()
         ranks = join(config.parallel.device)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})
         here = config.model_copy(update={"parallel": local})

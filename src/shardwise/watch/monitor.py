@@ -72,6 +72,10 @@ class Monitor:
         text = "" if self.verdict is None else self.verdict.text
         return f"all ranks were ended, as none could go on: {text}\nstacks of all ranks: {self.report}"
 
+    def pids(self) -> list[int]:
+        """Processes of the ranks."""
+        return [beat.pid for rank in self.ranks if (beat := read_beat(self.folder, rank)) is not None]
+
     def _recovered(self, now: float) -> list[str]:
         self._cpu.clear()
         self._seen = None

@@ -74,7 +74,7 @@ def judge(facts: Sequence[RankFacts], *, whole: bool = True) -> Verdict | None:
 
 def _gone(facts: Sequence[RankFacts]) -> Verdict | None:
     gone = [one for one in facts if one.letter in ("", "Z", "X") and one.beat.phase != "end"]
-    if not gone:
+    if not gone or not _groups(facts):  # nobody waits: it had done its part
         return None
     pids = ", ".join(str(one.beat.pid) for one in gone)
     return Verdict(
