@@ -23,22 +23,23 @@ from shardwise.watch import monitor
 from tests.cli.configs import write_config
 from tests.commands import shardwise
 
-EXPECTED = {
-    "sleep": ("not joined", "is in other code"),
-    "stop": ("stopped", "SIGSTOP"),
-    "native": ("native code", "holds the interpreter"),
-    "loader": ("data loader", "waits for its data loader"),
-    "order": ("collectives in another order", "wait for each other"),
-    "collective": ("different collectives", "different collectives"),
-    "skip": ("different", "different collectives"),
-    "extra": ("different", "different collectives"),
-    "shape": ("different", "different"),
-    "exit": (None, "ended with exit code 0"),
-    "kill": (None, "SIGKILL"),
-    "segfault": (None, "SIGSEGV"),
-    "exception": (None, "came to harm"),
+APART = ("different collectives", "different shapes", "wait for each other")
+EXPECTED: dict[str, tuple[str, ...]] = {
+    "sleep": ("is in other code",),
+    "stop": ("is stopped (SIGSTOP)",),
+    "native": ("native code holds the interpreter",),
+    "loader": ("waits for its data loader",),
+    "order": ("wait for each other",),
+    "collective": APART,
+    "skip": APART,  # which of them depends on the groups of the strategy
+    "extra": APART,
+    "shape": APART,
+    "exit": ("ended with exit code 0",),
+    "kill": ("SIGKILL",),
+    "segfault": ("SIGSEGV",),
+    "exception": ("came to harm",),
 }
-"""The reason in watch.json (None: a rank ends, and the launcher tells), and words of the message, of each fault."""
+"""Words of the message, one of which must be there, of each fault."""
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 NEEDS_FOUR = ("hsdp",)
 
@@ -79,12 +80,11 @@ def run(trial: Trial) -> dict[str, object]:
         report = Path(folder) / "run" / "watch.json"
         events = json.loads(report.read_text())["events"] if report.exists() else []
         at = float(mark.read_text()) if mark.exists() else None
-    reason, words = EXPECTED[trial.kind]
     first = events[0] if events else None
     named = [trial.rank] if first is None else first["ranks"]
     said = done.stderr
     right_rank = trial.rank in named and f"rank {trial.rank}" in said
-    right_reason = words in said and (first is None or reason is None or reason in first["reason"])
+    right_reason = any(words in said for words in EXPECTED[trial.kind])
     return {
         **asdict(trial),
         "exit_code": done.returncode,

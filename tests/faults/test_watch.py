@@ -21,7 +21,7 @@ from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, read_beat
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
 from shardwise.watch.verdict import RankFacts, Reason, Verdict, judge
-from tests.cli.configs import ROOT, environment, write_config
+from tests.cli.configs import ROOT, environment, losses, write_config
 from tests.commands import shardwise
 
 
@@ -88,10 +88,14 @@ def test_no_alarm_where_a_first_step_takes_long_or_an_evaluation_or_a_checkpoint
     assert "nothing has moved" not in done.stderr and not (tmp_path / "run" / "watch.json").exists()
 
 
-def test_a_run_without_it_has_neither_heartbeats_nor_a_verdict(tmp_path: Path) -> None:
-    config = write_config(tmp_path, train={"steps": 2, "watch": False, "output": str(tmp_path / "run")})
-    shardwise("train", str(config))
-    assert not (tmp_path / "run" / "watch").exists()
+def test_a_run_is_the_same_without_it(tmp_path: Path) -> None:
+    for name in ("with", "without"):
+        train = {"steps": 4, "log_every": 1, "watch": name == "with", "output": str(tmp_path / name / "run")}
+        (tmp_path / name).mkdir()
+        shardwise("train", str(write_config(tmp_path / name, train=train)))
+    assert (tmp_path / "with" / "run" / "watch").exists()
+    assert not (tmp_path / "without" / "run" / "watch").exists()
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")  # to the last bit
 
 
 def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
