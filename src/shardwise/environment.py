@@ -31,6 +31,8 @@ SET_BY_LIBRARIES = {
 them, so a rank may be forked from a process that lacks them."""
 _HISTORY = "SHARDWISE_HISTORY"
 _JOIN_S = "SHARDWISE_JOIN_S"
+_FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDED = "256"  # collectives that torch's flight recorder keeps
 _PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"  # above the highest existing level
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -132,7 +134,23 @@ def rank_environment(
         env[_ERROR_FILE] = str(error_file)
     if parent_fd is not None:
         env[_PARENT_FD] = str(parent_fd)
+    if not any(env.get(name) for name in _FLIGHT_RECORDER):
+        env[_FLIGHT_RECORDER[0]] = _RECORDED
     return env
+
+
+def record_collectives() -> None:
+    """Let torch's flight recorder keep the last collectives, for the watchdog; a size that the user has set is kept.
+
+    Before the first process group of the process.
+    """
+    if not any(os.environ.get(name) for name in _FLIGHT_RECORDER):
+        os.environ[_FLIGHT_RECORDER[0]] = _RECORDED
+
+
+def attempt() -> str:
+    """Return what tells this start of the ranks from others of the same launcher: its port, and torchrun's count."""
+    return f"{os.environ.get('MASTER_PORT', '0')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def is_rank() -> bool:
@@ -254,7 +272,17 @@ def one_thread(env: dict[str, str]) -> dict[str, str]:
 
 def same_but_for_rank(env: dict[str, str], other: dict[str, str]) -> bool:
     """Return whether two environments differ only in the variables of `rank_environment`."""
-    mine = {*_RENDEZVOUS, _ERROR_FILE, _PARENT_FD, _AGENT_STORE, _THREADS, _ALLOCATOR[0], _INTERFACE, *SET_BY_LIBRARIES}
+    mine = {
+        *_RENDEZVOUS,
+        _ERROR_FILE,
+        _PARENT_FD,
+        _AGENT_STORE,
+        _THREADS,
+        _ALLOCATOR[0],
+        _INTERFACE,
+        _FLIGHT_RECORDER[0],
+        *SET_BY_LIBRARIES,
+    }
     return all(env.get(name) == other.get(name) for name in {*env, *other} - mine)
 
 

@@ -40,6 +40,7 @@ LAYERS = (
     "receipts",
     "gradcheck",
     "diagnosis",
+    "watch",
     "launch",
     "interop",
     "report",
@@ -50,7 +51,7 @@ LAYERS = (
 )
 DISTRIBUTED = {
     "distributed", "optim", "parallel", "checkpoint", "train", "dryrun", "measure", "receipts", "gradcheck",
-    "diagnosis", "doctor", "bench",
+    "diagnosis", "watch", "doctor", "bench",
 }  # fmt: skip
 PLANNING = ("hardware.", "plan.", "cost.", "search.")
 SAME_STEM = {"plan"}  # `plan/plan.py` holds the Plan, `cli/plan.py` the verb

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.run.job import Job, PreparedJob
     from shardwise.train.config import Config
+    from shardwise.watch.monitor import Monitor
 
 BEFORE_FIRST_STEP = "interrupted before the first step: nothing was trained or saved; the same command starts again"
 
@@ -269,6 +271,7 @@ def launch(job: Job, master_port: int) -> None:
             logs=output / "logs",
             master_port=master_port,
             preemptible=True,
+            monitor=monitor(job),
         )
     except Interrupted as error:
         text = str(error)
@@ -287,6 +290,19 @@ def launch(job: Job, master_port: int) -> None:
         if isinstance(error, KilledForMemory):
             lines += [f"  {line}" for line in ForeseenRun.of(job).fitting(Shortage())]
         raise type(error)("\n".join([*lines, how_to_resume(job.config, job.command)])) from error
+
+
+def monitor(job: Job) -> Monitor | None:
+    """Return the watchdog of the job's ranks, unless ``train.watch`` is off or there is but one."""
+    from shardwise.watch.monitor import Monitor
+
+    world = job.plan.dims.world_size
+    if not job.config.train.watch or world == 1 or sys.platform != "linux":
+        return None
+    output = Path(job.config.train.output)
+    shutil.rmtree(output / RunFile.HEARTBEATS, ignore_errors=True)
+    (output / RunFile.WATCH).unlink(missing_ok=True)
+    return Monitor(output / RunFile.HEARTBEATS, tuple(range(world)), output / RunFile.WATCH)
 
 
 def threads(job: Job) -> int:

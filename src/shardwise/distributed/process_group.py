@@ -101,7 +101,7 @@ def join(device: str = "auto", timeout_s: float = 1800.0, *, alike: Mapping[str,
     world = dist.get_world_size()
     needs_control = world > 1  # also with gloo as backend: see `shardwise.distributed.control_message`
     patience = datetime.timedelta(seconds=timeout_s) if owns else None
-    control = dist.new_group(backend="gloo", timeout=patience) if needs_control else None
+    control = dist.new_group(backend="gloo", timeout=patience, group_desc="control") if needs_control else None
     if control is not None:
         announce_joined(control)
     return Ranks(

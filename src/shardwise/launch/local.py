@@ -20,10 +20,12 @@ from typing import IO, Any
 from shardwise import environment, errors
 from shardwise.errors import Interrupted, KilledForMemory, Preempted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
+from shardwise.launch.crash import met_another_collective, raised_at, stood_at
 from shardwise.launch.exit_status import OomKills, StallMonitor
 from shardwise.launch.preemption import PREEMPTING, Repeated
-from shardwise.launch.rank import BEFORE_WORK, RankReport, is_peer_symptom, spare
+from shardwise.launch.rank import BEFORE_WORK, RankReport, crash_file, is_peer_symptom, spare
 from shardwise.units import bytes_text
+from shardwise.watch.monitor import Monitor
 
 REPORT_S = 2.0
 """Time for the other ranks to report their state after the first failure."""
@@ -41,7 +43,9 @@ _HOST = "127.0.0.1"
 _POLL_S = 0.02
 _KILL_S = 10.0  # a process that is stuck in a driver outlives SIGKILL
 _ORPHANS_S = 1.0
+_SEEN_NS = 1_000_000_000  # a rank's end is seen later than it is felt by its peers
 _TAIL_LINES = 15
+_CRASH_LINES = 200
 _INTERRUPTED = (Interrupted.exit_code, Preempted.exit_code, -signal.SIGINT)
 _STOPS = (Interrupted.__name__, Preempted.__name__)
 _REASONS: dict[int, str] = {
@@ -62,6 +66,7 @@ def run_local(
     master_port: int = 0,
     grace_s: float = 5.0,
     preemptible: bool = False,
+    monitor: Monitor | None = None,
 ) -> int:
     """Run ``command`` as ``world_size`` ranks and return 0 once all of them have ended with 0.
 
@@ -74,7 +79,8 @@ def run_local(
     forwarded to the ranks once, as SIGINT, and they have `STOP_S` to exit; a second SIGINT kills them at once. If the
     ranks are ``preemptible``, SIGTERM and SIGUSR1 are forwarded as they are, and again when a scheduler insists. When
     this returns or raises, every process of the ranks' process groups has ended; when this process is killed, ranks
-    that run under `shardwise.launch.rank.guarded` end too.
+    that run under `shardwise.launch.rank.guarded` end too. ``monitor`` watches ranks that write heartbeats: what it
+    finds is printed, and ranks that cannot go on are ended.
     """
     if world_size < 1:
         raise UserError(f"there must be 1 rank or more, not {world_size}")
@@ -84,14 +90,18 @@ def run_local(
         try:
             world.start(command, world_size, threads, logs, listener.getsockname()[1])
             store = _host_store(listener)  # the ranks are importing torch meanwhile
-            _wait(world, stops)
+            _wait(world, stops, monitor)
             killed = [r.rank for r in world.running()]
             world.read_reports()  # before anything is killed: killing a rank makes its peers fail
         finally:
-            world.end(0.0 if stops.insisted else grace_s)
+            stuck = monitor is not None and monitor.ends
+            world.end(0.0 if stops.insisted or stuck else grace_s)
         del store
     if all(r.exit_code == 0 for r in world.ranks) and not killed:
         return 0
+    if monitor is not None and monitor.ends and monitor.verdict is not None:
+        _keep_tracebacks(world)
+        raise RankError(monitor.message)
     raise _verdict(world, killed, stops)
 
 
@@ -161,7 +171,7 @@ class _World:
             for rank in range(world_size):
                 here = environment.Rendezvous(rank, world_size, rank, world_size, _HOST, port)
                 log, error_file = logs / f"rank-{rank}.log", (logs / f"rank-{rank}.error.json").absolute()
-                for old in (log, error_file, spare(error_file)):
+                for old in (log, error_file, spare(error_file), crash_file(error_file)):
                     old.unlink(missing_ok=True)
                 env = environment.rank_environment(
                     here, threads, parent_hosts_store=True, error_file=error_file, parent_fd=ranks_end
@@ -293,14 +303,14 @@ def _host_store(listener: socket.socket) -> Any:
     return dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _wait(world: _World, stops: _Stops) -> None:
+def _wait(world: _World, stops: _Stops, monitor: Monitor | None) -> None:
     """Wait until every rank has ended, or the running ones must be ended."""
     stop_by = fail_by = float("inf")
     forwarded = 0
-    still = StallMonitor(STILL_S)
+    still = StallMonitor(STILL_S).look if monitor is None else lambda _: monitor.check()
     while running := world.running():
         now = time.monotonic()
-        for line in still.look((rank.rank, rank.pid) for rank in running):
+        for line in still((rank.rank, rank.pid) for rank in running):
             print(f"shardwise: {line}", file=sys.stderr, flush=True)
         ended = [r.exit_code for r in world.ranks if r.exit_code]
         if forwarded < (stops.asked > 0) + stops.repeated:
@@ -312,7 +322,7 @@ def _wait(world: _World, stops: _Stops) -> None:
         early = [rank.ended_early(stops.asked) for rank in world.ranks]
         if any(code not in _INTERRUPTED for code in ended) or any(early):
             fail_by = min(fail_by, now + REPORT_S)
-        if stops.insisted or now > min(stop_by, fail_by):
+        if stops.insisted or now > min(stop_by, fail_by) or (monitor is not None and monitor.ends):
             return
         time.sleep(_POLL_S)
 
@@ -378,9 +388,15 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
         return kind("interrupted")
     same = [f.rank.rank for f in faults if (f.kind, f.message) == (blamed.kind, blamed.message)]
     who = _who(same, world)
+    if apart := _apart(world, blamed):
+        return RankError(apart)
     if blamed.kind in ("signal", "exit"):
         for_memory = blamed.message == (str(-signal.SIGKILL),) and OomKills.now().killed_since(world.oom_kills)
         return (KilledForMemory if for_memory else RankError)(_death(blamed, who, world.oom_kills))
+    if left := _left_early(world, blamed):
+        return RankError(
+            f"{_who(left, world)} ended with exit code 0 in the middle of the run: its code called sys.exit or os._exit"
+        )
     known = getattr(errors, blamed.kind, None)
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
@@ -394,6 +410,13 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
             + [f"the whole of it is in {blamed.rank.log}"]
         )
     )
+
+
+def _left_early(world: _World, blamed: _Fault) -> list[int]:
+    """Ranks that had ended with success when the first failure came, which is of a peer that was lost."""
+    known = getattr(errors, blamed.kind, None)
+    lost = blamed.symptom or known is RankError
+    return [r.rank for r in world.ranks if lost and r.exit_code == 0 and 0 < r.ended_ns < blamed.at_ns + _SEEN_NS]
 
 
 def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> ShardwiseError:
@@ -417,9 +440,23 @@ def _death(fault: _Fault, who: str, before: OomKills) -> str:
         how = f"was killed by {name}" + (f" ({reason})" if reason else "")
     else:
         how = f"ended with exit code {code} and did not say why"
+    stood = stood_at(rank.error_file)
+    at = f"; it stood at {stood}" if stood else ""
     if rank.rank == 0:
-        return f"{who} {how}; its output is above"
-    return "\n".join([f"{who} {how}", *_indented(_tail(rank)), f"its output is in {rank.log}"])
+        return f"{who} {how}{at}; its output is above"
+    return "\n".join([f"{who} {how}{at}", *_indented(_tail(rank)), f"its output is in {rank.log}"])
+
+
+def _apart(world: _World, blamed: _Fault) -> str:
+    """Where ranks stood that met in different collectives, of which gloo ends one by SIGABRT; empty if they did not."""
+    log = "\n".join(_tail(blamed.rank, _CRASH_LINES)) if blamed.rank.rank else ""
+    if blamed.message != (str(-signal.SIGABRT),) or not met_another_collective(blamed.rank.error_file, log):
+        return ""
+    lines = ["ranks met in different collectives, or in one with different shapes, which gloo ends by SIGABRT:"]
+    for rank in world.ranks:
+        stood = stood_at(rank.error_file) or raised_at("" if rank.report is None else rank.report.traceback)
+        lines.append(f"    rank {rank.rank}: {stood or 'at an unknown line'}")
+    return "\n".join(lines)
 
 
 def _memory(rank: _Rank) -> str:
@@ -442,9 +479,9 @@ def _keep_tracebacks(world: _World) -> None:
                 log.write(rank.report.traceback)
 
 
-def _tail(rank: _Rank) -> list[str]:
+def _tail(rank: _Rank, lines: int = _TAIL_LINES) -> list[str]:
     try:
-        return rank.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        return rank.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
     except OSError:
         return []
 

@@ -114,6 +114,11 @@ def spare(path: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"shardwise-{name}.error.json"
 
 
+def crash_file(error_file: Path) -> Path:
+    """Path of the stacks of a rank that died of a fault in native code, beside its report."""
+    return error_file.with_name(error_file.name.replace(".error.json", ".crash.txt"))
+
+
 def _write_whole(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -131,7 +136,7 @@ def guarded(main: Callable[[], int], logs: Path | None = None) -> NoReturn:
     error_file = environment.take_error_file()
     _watch_parent(environment.take_parent_fd())
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed, or is not a file
-        faulthandler.enable()
+        faulthandler.enable() if error_file is None else faulthandler.enable(open(crash_file(error_file), "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # a rank that is killed leaves a complete log
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.environment import launched_by, node_name
+from shardwise.environment import launched_by, node_name, record_collectives
 from shardwise.errors import Interrupted, OutOfMemory, RankError
 from shardwise.launch.preemption import StopSignals
 from shardwise.launch.rank import guarded, lost_peer
@@ -28,7 +28,7 @@ def main() -> int:
 
 
 def run_job(job: Any, ranks: Any = None) -> int:
-    """Train on this rank; return the exit code."""
+    """Train on this rank; return the exit code. ``ranks`` are given under another launcher, which watches nobody."""
     from shardwise.distributed.process_group import gather_text, join
     from shardwise.report.progress import ProgressReporter
     from shardwise.run.callbacks import RunRecorder
@@ -37,7 +37,9 @@ def run_job(job: Any, ranks: Any = None) -> int:
     from shardwise.train.loop import TrainingRun
     from shardwise.train.session import Session
     from shardwise.train.tasks.registry import open_data
+    from shardwise.watch.rank_watch import RankWatch
 
+    launched = ranks is not None
     ranks = ranks or join(job.plan.device)
     reporter = ProgressReporter(as_json=job.as_json)
     alone = ranks.world_size == ranks.local_world_size
@@ -50,6 +52,9 @@ def run_job(job: Any, ranks: Any = None) -> int:
 
     session = Session(ranks=ranks, planner=lambda *_: job.plan)
     stops = StopSignals(session.stop)
+    watch = None
+    if job.config.train.watch:
+        watch = RankWatch(session, Path(job.config.train.output), beside=launched)
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
     memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
@@ -69,6 +74,8 @@ def run_job(job: Any, ranks: Any = None) -> int:
         raise OutOfMemory(memory.explained(error)) from error
     finally:
         recorder.close()
+        if watch is not None:
+            watch.close()
     session.close()
     return 0
 
@@ -195,6 +202,7 @@ def run_under_launcher(
         from shardwise.run.job import Job, prepare_job
         from shardwise.run.run_summary import keep_job
 
+        record_collectives()
         alike = {"": config.model_dump(mode="json"), "plan": None if plan is None else plan.model_dump(mode="json")}
         ranks = join(config.parallel.device, alike=alike)
         local = config.parallel.model_copy(update={"nproc": ranks.local_world_size})

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardwise.distributed.process_group import Ranks, join, leave_at_exit, prepared_by_main
-from shardwise.environment import visible_devices
+from shardwise.environment import record_collectives, visible_devices
 from shardwise.errors import ModelError, PlanError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.measure.step_time.attribution import Attribution
@@ -45,6 +45,7 @@ def start(
     device: str = "auto",
     receipts: bool = True,
     output: str | Path | None = None,
+    watch: bool = False,
 ) -> Session:
     """Join the other ranks, or run alone, and return a `Session`.
 
@@ -65,6 +66,8 @@ def start(
         receipts: check effects after the second step, and print the result on rank 0; also check during the run
             that replicas do not drift apart.
         output: folder for ``metrics.jsonl`` and the report that `Session.report` writes; default: none.
+        watch: name the rank that the others wait for, and end ranks that cannot go on with exit code 3, by a process
+            beside them (Linux); it needs torch's flight recorder, which is on if no process group exists yet.
 
     Raises:
         PlanError: the strategy or the plan is impossible.
@@ -89,6 +92,8 @@ def start(
             wrong.append("start(..., lora=...) is beside a plan; give the plan adapter=AdapterOptions(...)")
         if wrong:
             raise PlanError(*wrong)
+    if watch:
+        record_collectives()
     ranks = join(device)
     if ranks.is_main and isinstance(plan, str) and (note := alias_note(plan)) is not None:
         logging.getLogger("shardwise").warning(note)
@@ -106,6 +111,10 @@ def start(
         planner = _searching(plan, draft, ranks)
     session = Session(ranks=ranks, planner=planner)
     _observe(session, receipts=receipts, output=output)
+    if watch:
+        from shardwise.watch.rank_watch import RankWatch
+
+        RankWatch(session, Path(output or "."), beside=True)
     leave_at_exit(ranks)  # and not the session, which would keep the model alive
     return session
 

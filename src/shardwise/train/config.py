@@ -172,6 +172,7 @@ class TrainTable(TrainingOptions, Table):
     export: Literal["hf", "peft"] | None = Field(
         None, description="at the end, a folder 'model' in output for transformers (adapters merged), or peft's"
     )
+    watch: bool = Field(True, description="name the rank that the others wait for, and end ranks that cannot go on")
     profile: str | None = Field(None, description="a torch.profiler trace of 'STEP' or 'STEP:COUNT', such as '20:3'")
     profile_ranks: list[Count] = Field(default_factory=lambda: [0], min_length=1, description="ranks that are traced")
     trackers: list[Tracker] = Field(

@@ -21,6 +21,8 @@ class RunFile(StrEnum):
     PAGE = "report.html"
     PREEMPTED = "preempted"
     LOCK = ".lock"
+    HEARTBEATS = "watch"
+    WATCH = "watch.json"
 
 
 def replace_file(path: Path, text: str) -> None:

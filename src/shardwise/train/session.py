@@ -112,8 +112,8 @@ class Session:
     """Training session on this rank; create one with ``shardwise.start``.
 
     ``plan`` is set by `prepare`. ``phase`` is the current phase, for observers; functions in ``phase_watchers`` are
-    called when it changes. ``header`` is sent with each step's first message. ``stopped_by`` is the signal
-    that `stop` was called for on any rank, and 0 while nothing has stopped the session.
+    called when it changes, those in ``at_close`` once at the end. ``header`` is sent with each step's first message.
+    ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it.
     """
@@ -133,6 +133,7 @@ class Session:
     timekeeper: Timekeeper | None = None
     reporter: Reporter | None = None
     header: list[StepHeader] = field(default_factory=list)
+    at_close: list[Callable[[], None]] = field(default_factory=list)
     in_backward: InBackward | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
@@ -511,6 +512,8 @@ class Session:
             self._leave()
 
     def _leave(self) -> None:
+        while self.at_close:
+            self.at_close.pop()()
         if self.timekeeper is not None:
             self.timekeeper.detach()
         if self._applied is not None and self._applied.engine is not None:

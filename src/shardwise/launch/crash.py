@@ -1,0 +1,45 @@
+"""Where a rank stood when it ended: from the stacks that it left, or from a traceback."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardwise.launch.rank import crash_file
+from shardwise.watch.lines import telling_line
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+_COLLECTIVES = ("/torch/distributed/", "_engine_run_backward")
+_SIZES_DIFFER = "Is there a distributed collective mismatch"  # of gloo's message
+
+
+def stood_at(error_file: Path) -> str:
+    """Line on which a rank's main thread stood when native code ended it; empty if unknown."""
+    return _text(telling_line(_main_thread(error_file)[::-1], lambda frame: frame[0]))
+
+
+def raised_at(traceback: str) -> str:
+    """Innermost line of the user's own in a traceback; empty if there is none."""
+    return _text(telling_line(_FRAME.findall(traceback), lambda frame: frame[0]))
+
+
+def met_another_collective(error_file: Path, log: str) -> bool:
+    """Return whether a rank that SIGABRT ended had met other ranks in another collective, or another shape.
+
+    gloo says so in the log; rank 0's is the console, and there the collective in which it stood has to do.
+    """
+    stack = _main_thread(error_file)[:8]
+    return _SIZES_DIFFER in log or (not log and any(part in " ".join(one) for one in stack for part in _COLLECTIVES))
+
+
+def _main_thread(error_file: Path) -> list[tuple[str, str, str]]:
+    """Frames of the main thread, innermost first: faulthandler writes it last."""
+    try:
+        text = crash_file(error_file).read_text(errors="replace")
+    except OSError:
+        return []
+    return _FRAME.findall(text.split("hread 0x")[-1])
+
+
+def _text(frame: tuple[str, str, str] | None) -> str:
+    return "" if frame is None else "{}:{} in {}".format(*frame)

@@ -1,0 +1,1 @@
+"""Watchdog of a run: heartbeats of the ranks, a monitor beside them, and a verdict when they stop moving."""

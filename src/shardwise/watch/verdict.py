@@ -1,0 +1,279 @@
+"""`judge`: which rank the others wait for, and why, from what all of them say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwise.watch.heartbeat import Beat
+from shardwise.watch.lines import telling_line
+from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
+
+_SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather", "reduce", "barrier")
+_LOADER, _DISK = ("/torch/utils/data/", "/shardwise/train/data/"), ("/shardwise/checkpoint/",)
+
+
+class Reason(StrEnum):
+    """Why the others wait."""
+
+    STOPPED = "stopped"
+    GONE = "gone"
+    COLLECTIVES = "different collectives"
+    SHAPES = "different shapes"
+    ORDER = "collectives in another order"
+    LOADER = "data loader"
+    DISK = "disk"
+    CODE = "not joined"
+    NATIVE = "native code"
+    LINK = "link"
+    SLOW = "slow"
+
+
+CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.ORDER, Reason.GONE)
+"""Reasons that no waiting can end."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What is known of a rank: its heartbeat, its process (state letter, whether it works), and its answer."""
+
+    beat: Beat
+    letter: str
+    works: bool
+    state: RankState | None
+    unanswered: tuple[str, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Rank."""
+        return self.beat.rank
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Ranks that the others wait for, why, and it in a sentence."""
+
+    reason: Reason
+    ranks: tuple[int, ...]
+    text: str
+
+
+def judge(facts: Sequence[RankFacts], *, whole: bool = True) -> Verdict | None:
+    """Find who holds the ranks up; ``None`` where nobody seems to.
+
+    ``facts`` are of ranks that do not move. ``whole``: they are all ranks of the run, and not those of one node only.
+    """
+    for test in (_gone, _stopped, _mismatched, _crossed, _absent):
+        found = test(facts)
+        if found is not None:
+            return found
+    return _link(facts) if whole else None
+
+
+def _gone(facts: Sequence[RankFacts]) -> Verdict | None:
+    gone = [one for one in facts if one.letter in ("", "Z", "X") and one.beat.phase != "end"]
+    if not gone or not _groups(facts):  # nobody waits: it had done its part
+        return None
+    pids = ", ".join(str(one.beat.pid) for one in gone)
+    return Verdict(
+        Reason.GONE,
+        _ranks(gone),
+        f"{_who(gone)} has ended (process {pids}) in {_phase(gone[0])}; the others wait for it",
+    )
+
+
+def _stopped(facts: Sequence[RankFacts]) -> Verdict | None:
+    held = [one for one in facts if one.letter in ("T", "t")]
+    if not held:
+        return None
+    how = "stopped (SIGSTOP)" if held[0].letter == "T" else "held by a debugger"
+    pids = " ".join(str(one.beat.pid) for one in held)
+    return Verdict(
+        Reason.STOPPED,
+        _ranks(held),
+        f"{_who(held)} is {how} in {_phase(held[0])}, and the others wait for it; kill -CONT {pids} lets it go on",
+    )
+
+
+def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks in one place of a group's sequence with different collectives, or different shapes of one."""
+    for group in _groups(facts):
+        members = {one.rank: _sequence(one.state, group) for one in facts if one.state is not None}
+        members = {rank: calls for rank, calls in members.items() if calls}
+        if not any(call.pending for calls in members.values() for call in calls.values()):
+            continue
+        shared = set.intersection(*(set(calls) for calls in members.values())) if len(members) > 1 else set()
+        for number in sorted(shared):
+            calls = {rank: calls[number] for rank, calls in members.items()}
+            kinds = Counter(map(_signature, calls.values()))
+            if len(kinds) < 2:
+                continue
+            usual, most = kinds.most_common(1)[0]
+            odd = [rank for rank, call in calls.items() if _signature(call) != usual]
+            blamed = odd if 2 * most > len(calls) else sorted(calls)
+            names = {call.name for call in calls.values()}
+            by_rank = {one.rank: one for one in facts}
+            lines = [f"rank {rank} in {calls[rank].call} {_where(by_rank[rank])}" for rank in _few(calls, odd)]
+            return Verdict(
+                Reason.SHAPES if len(names) == 1 else Reason.COLLECTIVES,
+                tuple(blamed),
+                f"ranks are in different {'shapes of one collective' if len(names) == 1 else 'collectives'} (number "
+                f"{number} of {_group(group, calls.values())}): {'; '.join(lines)}",
+            )
+    return None
+
+
+def _crossed(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks that wait for each other in collectives of different groups."""
+    for group in _groups(facts):
+        waiting, behind = _split(facts, group)
+        others = [(one, _pending(one.state)) for one in behind]
+        crossed = [(one, call) for one, call in others if call is not None and call.group != group]
+        if not waiting or not crossed:
+            continue
+        (one, theirs), (first, ours) = crossed[0], waiting[0]
+        if one.state is not None and any(
+            call.group == theirs.group and call.number >= theirs.number
+            for call in (first.state or one.state).collectives
+        ):
+            continue  # those who wait have been there: it waits for somebody else
+        return Verdict(
+            Reason.ORDER,
+            tuple(sorted({one.rank for one, _ in crossed} | ({first.rank} if len(crossed) >= len(waiting) else set()))),
+            f"ranks wait for each other: rank {first.rank} in {ours.call} of {_group(group, [ours])} {_where(first)}; "
+            f"rank {one.rank} in {theirs.call} of {_group(theirs.group, [theirs])} {_where(one)}",
+        )
+    return None
+
+
+def _absent(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks that have not joined a collective in which others wait, and do not wait themselves."""
+    for group in _groups(facts):
+        waiting, behind = _split(facts, group)
+        silent = [one for one in facts if one.state is None]
+        absent = [one for one in behind if _pending(one.state) is None] or (silent if waiting else [])
+        if not waiting or not absent:
+            continue
+        first, call = waiting[0]
+        one = absent[0]
+        reason = _why(one)
+        what = {
+            Reason.LOADER: "waits for its data loader",
+            Reason.DISK: "waits for a disk",
+            Reason.NATIVE: "does not answer: native code holds the interpreter",
+        }.get(reason, "is in other code")
+        line = "" if one.state is None else f" {_where(one)}"
+        return Verdict(
+            reason,
+            _ranks(absent),
+            f"{_who(absent)} {what} in {_phase(one)}{line}; {_who([one for one, _ in waiting])} wait"
+            f"{'s' if len(waiting) == 1 else ''} for it in {call.call} {_where(first)}",
+        )
+    return None
+
+
+def _link(facts: Sequence[RankFacts]) -> Verdict | None:
+    """All ranks in the same collective, which does not end."""
+    calls = [(one, _pending(one.state)) for one in facts]
+    if len(calls) < 2 or any(call is None for _, call in calls):
+        return None
+    one, call = calls[0]
+    peers = sorted({peer for one in facts for peer in one.unanswered})
+    to = f"; nothing sent to {', '.join(peers)} is acknowledged" if peers else ""
+    cut = [one for one in facts if one.unanswered] or list(facts)
+    assert call is not None
+    return Verdict(
+        Reason.LINK, _ranks(cut), f"all ranks are in {call.call} {_where(one)}, and it does not end: a link is cut{to}"
+    )
+
+
+def _groups(facts: Iterable[RankFacts]) -> list[str]:
+    """Groups in which a rank waits, those that have waited longest first."""
+    first: dict[str, int] = {}
+    for one in facts:
+        for call in one.state.collectives if one.state is not None else ():
+            if call.pending:
+                first[call.group] = min(first.get(call.group, call.created_ns), call.created_ns)
+    return sorted(first, key=lambda group: first[group])
+
+
+def _sequence(state: RankState | None, group: str) -> dict[int, CollectiveCall]:
+    return {} if state is None else {call.number: call for call in state.collectives if call.group == group}
+
+
+def _pending(state: RankState | None) -> CollectiveCall | None:
+    """Collective that a rank has waited in longest."""
+    waits = [call for call in (state.collectives if state is not None else ()) if call.pending]
+    return min(waits, key=lambda call: call.created_ns, default=None)
+
+
+def _split(facts: Sequence[RankFacts], group: str) -> tuple[list[tuple[RankFacts, CollectiveCall]], list[RankFacts]]:
+    """Ranks that wait in ``group``, with the first collective that they wait in; and members that have not come."""
+    waiting, behind = [], []
+    for one in facts:
+        pending = [call for call in _sequence(one.state, group).values() if call.pending]
+        if pending:
+            waiting.append((one, min(pending, key=lambda call: call.number)))
+    furthest = max((call.number for _, call in waiting), default=0)
+    for one in facts:
+        calls = _sequence(one.state, group)
+        member = calls or (one.state is not None and waiting and waiting[0][1].label in ("default_pg", "control"))
+        if member and max(calls, default=0) < furthest:
+            behind.append(one)
+    there = [(one, call) for one, call in waiting if call.number == furthest]
+    return there, behind
+
+
+def _signature(call: CollectiveCall) -> tuple[object, ...]:
+    compared = any(call.name.startswith(name) for name in _SAME_SIZES)
+    return (call.name, call.dtypes, call.sizes) if compared else (call.name,)
+
+
+def _why(one: RankFacts) -> Reason:
+    if one.state is None:
+        return Reason.NATIVE
+    files = [frame.file for frame in one.state.stack]
+    if one.beat.phase == "data" or any(part in file for file in files for part in _LOADER):
+        return Reason.LOADER
+    if one.letter == "D" or any(part in file for file in files for part in _DISK):
+        return Reason.DISK
+    return Reason.CODE
+
+
+def _where(one: RankFacts) -> str:
+    """Line on which the rank stands: the innermost of the user's own, or the innermost of all."""
+    stack = () if one.state is None else one.state.stack
+    frame = telling_line(stack, lambda frame: frame.file)
+    return "" if frame is None else f"at {_line(frame)}"
+
+
+def _line(frame: Frame) -> str:
+    text = f" `{frame.text}`" if frame.text else ""
+    return f"{frame.file}:{frame.line} in {frame.function}{text}"
+
+
+def _group(name: str, calls: Iterable[CollectiveCall]) -> str:
+    label = next((call.label for call in calls if call.label not in ("", "undefined")), "")
+    return "the default group" if label == "default_pg" else f"group {label or name}"
+
+
+def _phase(one: RankFacts) -> str:
+    step = f"step {one.beat.step}, " if one.beat.step else ""
+    return f"{step}phase {one.beat.phase}"
+
+
+def _few(calls: dict[int, CollectiveCall], odd: Sequence[int]) -> list[int]:
+    """One rank of the usual collective, and the odd ones."""
+    usual = next(rank for rank in sorted(calls) if rank not in odd)
+    return sorted([usual, *odd[:3]])
+
+
+def _ranks(facts: Iterable[RankFacts]) -> tuple[int, ...]:
+    return tuple(sorted(one.rank for one in facts))
+
+
+def _who(facts: Sequence[RankFacts]) -> str:
+    ranks = _ranks(facts)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
