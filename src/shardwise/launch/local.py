@@ -20,7 +20,7 @@ from typing import IO, Any
 from shardwise import environment, errors
 from shardwise.errors import Interrupted, KilledForMemory, Preempted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
-from shardwise.launch.crash import met_another_collective, raised_at, stood_at
+from shardwise.launch.crash import met_another_collective, raised_at, stood_at, take_stacks
 from shardwise.launch.exit_status import OomKills, StallMonitor
 from shardwise.launch.preemption import PREEMPTING, Repeated
 from shardwise.launch.rank import BEFORE_WORK, RankReport, crash_file, is_peer_symptom, spare
@@ -109,7 +109,8 @@ def run_local(
 class _Rank:
     """Process of one rank.
 
-    ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was sent by this process.
+    ``exit_code`` is negative for a signal and ``None`` while it runs; ``shot``: the SIGKILL was sent by this process;
+    ``crash``: the stacks that a fault in native code has left.
     """
 
     rank: int
@@ -120,6 +121,7 @@ class _Rank:
     exit_code: int | None = None
     shot: bool = False
     report: RankReport | None = None
+    crash: str = ""
     peak_bytes: int | None = None
 
     def poll(self) -> None:
@@ -208,6 +210,7 @@ class _World:
         self._wait_for_all(_KILL_S)
         for rank in self.ranks:
             spare(rank.error_file).unlink(missing_ok=True)
+            rank.crash = take_stacks(rank.error_file, rank.log)
             if rank.exit_code is not None:
                 rank.reap()
         if fork_server.running() is not None:
@@ -414,8 +417,7 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
 
 def _left_early(world: _World, blamed: _Fault) -> list[int]:
     """Ranks that had ended with success when the first failure came, which is of a peer that was lost."""
-    known = getattr(errors, blamed.kind, None)
-    lost = blamed.symptom or known is RankError
+    lost = blamed.kind == RankError.__name__
     return [r.rank for r in world.ranks if lost and r.exit_code == 0 and 0 < r.ended_ns < blamed.at_ns + _SEEN_NS]
 
 
@@ -440,7 +442,7 @@ def _death(fault: _Fault, who: str, before: OomKills) -> str:
         how = f"was killed by {name}" + (f" ({reason})" if reason else "")
     else:
         how = f"ended with exit code {code} and did not say why"
-    stood = stood_at(rank.error_file)
+    stood = stood_at(rank.crash)
     at = f"; it stood at {stood}" if stood else ""
     if rank.rank == 0:
         return f"{who} {how}{at}; its output is above"
@@ -450,11 +452,11 @@ def _death(fault: _Fault, who: str, before: OomKills) -> str:
 def _apart(world: _World, blamed: _Fault) -> str:
     """Where ranks stood that met in different collectives, of which gloo ends one by SIGABRT; empty if they did not."""
     log = "\n".join(_tail(blamed.rank, _CRASH_LINES)) if blamed.rank.rank else ""
-    if blamed.message != (str(-signal.SIGABRT),) or not met_another_collective(blamed.rank.error_file, log):
+    if blamed.message != (str(-signal.SIGABRT),) or not met_another_collective(blamed.rank.crash, log):
         return ""
     lines = ["ranks met in different collectives, or in one with different shapes, which gloo ends by SIGABRT:"]
     for rank in world.ranks:
-        stood = stood_at(rank.error_file) or raised_at("" if rank.report is None else rank.report.traceback)
+        stood = stood_at(rank.crash) or raised_at("" if rank.report is None else rank.report.traceback)
         lines.append(f"    rank {rank.rank}: {stood or 'at an unknown line'}")
     return "\n".join(lines)
 

@@ -272,6 +272,7 @@ class Session:
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         if self._plan.optimizer_in_backward:
             self.in_backward = InBackward(self._optimizer)
+            self.at_close.append(self.in_backward.remove)
         self.scaler = grad_scaler(self._plan)
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
@@ -514,13 +515,9 @@ class Session:
     def _leave(self) -> None:
         while self.at_close:
             self.at_close.pop()()
-        if self.timekeeper is not None:
-            self.timekeeper.detach()
         if self._applied is not None and self._applied.engine is not None:
             self._applied.engine.close()
         leave(self.ranks)
-        if self.in_backward is not None:
-            self.in_backward.remove()
         self._applied = self._optimizer = self.in_backward = self._agreement = self._windows = None
         self._trainable = []
         self.observers, self.phase_watchers, self.header, self.reporter = [], [], [], None
