@@ -190,8 +190,11 @@ def test_a_token_that_transformers_puts_before_a_text_is_named_where_rows_have_n
             )  # fmt: skip
             told: list[str] = []
             prepare_corpus(table, tmp_path / "cache", told.append)
-            said[which, kind] = any("puts <|endoftext|> before a text" in line for line in told)
-    assert [case for case, is_said in said.items() if is_said] == [("before", "pair"), ("before", "text")]
+            said[which, kind] = [line.split(" before a text")[0] for line in told if " before a text" in line]
+    puts = [f"data.tokenizer '{tmp_path / 'tokenizer.json'}' puts <|endoftext|>"]
+    assert {case: found for case, found in said.items() if found} == {
+        ("before", kind): puts for kind in ("pair", "text")
+    }
 
 
 @pytest.mark.parametrize("trim", [False, True])
