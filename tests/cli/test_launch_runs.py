@@ -51,8 +51,9 @@ def test_torchrun_over_ssh_trains_as_one_machine_does(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     config = configs.write_config(folder, parallel={"device": "cpu", "nproc": None})
     words = ("--via", "torchrun", "--nodes", "2", "--nproc", "1", "--hosts", "localhost,n2", "-o", str(folder / "file"))
-    out = shardwise("launch", str(config), *words).stdout
-    assert "localhost | " in out
+    done = shardwise("launch", str(config), *words, "--json")
+    assert "localhost | " in done.stderr
+    assert json.loads(done.stdout)["strategy"] == "ddp"
     other = alone(tmp_path / "alone")
     assert configs.losses(folder) == configs.losses(other)
     assert hashes(folder) == hashes(other)

@@ -168,6 +168,35 @@ def test_generation_stops_where_answers_end(tmp_path: Path) -> None:
         assert found.get("temperature") == settings.get("temperature")
 
 
+def test_a_token_that_transformers_puts_before_a_text_is_named_where_rows_have_none(tmp_path: Path) -> None:
+    """Gemma's models are lost without theirs, and prompts and plain text were trained without a word about it."""
+    made = byte_level(tmp_path)
+    said = {}
+    for which, before in (("none", ""), ("before", "<|endoftext|> "), ("behind", "")):
+        behind = " <|endoftext|>" if which == "behind" else ""
+        made.post_processor = pytest.importorskip("tokenizers").processors.TemplateProcessing(
+            single=f"{before}$A{behind}", special_tokens=[("<|endoftext|>", made.token_to_id("<|endoftext|>"))]
+        )
+        made.save(str(tmp_path / "tokenizer.json"))
+        for kind, row in (
+            ("chat", chat("q", "a")),
+            ("pair", {"prompt": "q", "completion": "a"}),
+            ("text", {"text": "a"}),
+        ):
+            rows = lines(tmp_path / f"{kind}.jsonl", [row])
+            table = DataTable(
+                path=rows, heldout_fraction=0.0, seq_len=64, tokenizer=str(tmp_path / "tokenizer.json"),
+                **({"chat_template": "chatml"} if kind == "chat" else {}),
+            )  # fmt: skip
+            told: list[str] = []
+            prepare_corpus(table, tmp_path / "cache", told.append)
+            said[which, kind] = [line.split(" before a text")[0] for line in told if " before a text" in line]
+    puts = [f"data.tokenizer '{tmp_path / 'tokenizer.json'}' puts <|endoftext|>"]
+    assert {case: found for case, found in said.items() if found} == {
+        ("before", kind): puts for kind in ("pair", "text")
+    }
+
+
 @pytest.mark.parametrize("trim", [False, True])
 def test_white_space_of_an_answer_is_trained_where_offsets_leave_it_out(tmp_path: Path, trim: bool) -> None:
     made = byte_level(tmp_path, trim=trim)

@@ -25,6 +25,12 @@ CPU = {"device": "cpu", "nproc": None}
 K8S = ("--image", "i", "--storage-claim", "c")
 
 
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that submits has no GPU, as a login node."""
+    monkeypatch.setattr("shardwise.hardware.cluster._nvml_devices", list)
+
+
 def launch(folder: Path, *words: str, **changes: dict[str, Any]) -> Result:
     """``shardwise launch`` of the small config, in this process."""
     config = write_config(folder, **{"parallel": CPU, **changes})

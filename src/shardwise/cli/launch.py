@@ -107,12 +107,12 @@ def start(launch: Launch) -> None:
         assert launch.engine.submit is not None and launch.engine.follow is not None
         submitted = submit(launch.engine.submit(request, file), console, as_json=words.as_json)
         console.print(f"output: {launch.engine.follow(request, submitted)}", markup=False)
-    if words.as_json and not runs_here:
-        print(json.dumps(document(launch, file, prepared, submitted)), flush=True)
     if runs_here:
         from shardwise.launch.engines.torchrun import run_over_ssh
 
-        run_over_ssh(request)
+        run_over_ssh(request, to_stderr=words.as_json)
+    if words.as_json:
+        print(json.dumps(document(launch, file, prepared, submitted)), flush=True)
 
 
 def planned(launch: Launch, console: Console) -> PreparedJob | None:

@@ -84,8 +84,10 @@ def torchrun_problems(request: LaunchRequest) -> list[str]:
     return problems
 
 
-def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
-    """Start all nodes over ssh and wait; when one fails, or on Ctrl-C or SIGTERM, all are ended.
+def run_over_ssh(request: LaunchRequest, grace_s: float | None = None, *, to_stderr: bool = False) -> None:
+    """Start all nodes over ssh, print what they print, and wait.
+
+    When one fails, or on Ctrl-C or SIGTERM, all are ended; the others have ``grace_s`` to save.
 
     Raises:
         RankError: a node failed; names the first.
@@ -100,7 +102,7 @@ def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     width = max(map(len, hosts))
     printers = [
-        threading.Thread(target=_forward, args=(node.stdout, f"{host:<{width}} | "), daemon=True)
+        threading.Thread(target=_forward, args=(node.stdout, f"{host:<{width}} | ", to_stderr), daemon=True)
         for host, node in zip(hosts, nodes, strict=True)
     ]
     for printer in printers:
@@ -108,6 +110,8 @@ def run_over_ssh(request: LaunchRequest, grace_s: float | None = None) -> None:
     grace = request.grace_s if grace_s is None else grace_s
     try:
         failed = _first_failure(nodes, elastic=request.is_elastic)
+        if failed is not None and any(node.poll() is None for node in nodes):
+            print(f"shardwise: node {hosts[failed]} failed; the others have {grace:g} s to save", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"shardwise: interrupted; the nodes have {grace:g} s to save", file=sys.stderr)
         raise Interrupted("interrupted; the same command resumes from the newest checkpoint") from None
@@ -148,14 +152,22 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
                 node.stdin.flush()
     deadline = time.monotonic() + grace_s
     for node in nodes:
-        with suppress(subprocess.TimeoutExpired):
+        try:
             node.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:  # a second Ctrl-C waits for nothing
+            deadline = 0.0
         if node.poll() is None:
             node.terminate()
         node.wait()
 
 
-def _forward(stream: IO[bytes] | None, prefix: str) -> None:
+def _forward(stream: IO[bytes] | None, prefix: str, to_stderr: bool) -> None:
     """Print each line of a node after its name."""
     for line in stream or ():
-        print(f"{prefix}{line.decode(errors='replace').rstrip()}", flush=True)
+        print(
+            f"{prefix}{line.decode(errors='replace').rstrip()}",
+            file=sys.stderr if to_stderr else sys.stdout,
+            flush=True,
+        )

@@ -27,7 +27,7 @@ from shardwise.train.config_data import DataTable
 from shardwise.train.data.documents import Columns, Document, Kind
 from shardwise.train.data.encode import Encoded, Encoder, encoded_batches
 from shardwise.train.data.sources import DENIED, MOST_PROBLEMS, BadRows, Batch, DataSource, find_source
-from shardwise.train.data.tokenizer import template_file, tokenizer_files, utf8
+from shardwise.train.data.tokenizer import Tokenizer, template_file, tokenizer_files, utf8
 from shardwise.units import bytes_text, count_text, counted, seconds_text
 
 _LAYOUT = 3  # version of the corpus folder; a change of its content makes old folders unused
@@ -310,8 +310,10 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log
     for one, columns in zip(readings, known, strict=True):
         if columns.kind != "text":
             log(f"rows {f'of {one.name} ' if one.name else ''}are {columns}")
-    rendered = any(one.source.is_rendered(columns) for one, columns in zip(readings, known, strict=True))
-    encoder = _encoder(table, {one.kind for one in known}, rendered, log)
+    rendered = {one.source.is_rendered(columns) for one, columns in zip(readings, known, strict=True)}
+    encoder = _encoder(table, {one.kind for one in known}, any(rendered), log)
+    if False in rendered:
+        _tell_begin(encoder.tokenizer, log)
     bad = BadRows(skip=table.bad_rows == "skip")
     with ExitStack() as stack:
         sides = [stack.enter_context(_Writer(work / "corpus", name, encoder)) for name in ("train", "heldout")]
@@ -360,6 +362,15 @@ def _build(table: DataTable, readings: Sequence[_Reading], work: Path, log: _Log
         "left_out": left_out,
         "left_out_first": [*bad.problems, *building.silent][:MOST_PROBLEMS],
     }
+
+
+def _tell_begin(tokenizer: Tokenizer, log: _Log) -> None:
+    """Say which token transformers would put before rows that no chat template renders."""
+    if tokenizer.begin:
+        log(
+            f"data.tokenizer '{tokenizer.name}' puts {tokenizer.begin} before a text when transformers calls it, and "
+            "rows that no chat template renders have none here; write it into the rows if the model was trained with it"
+        )
 
 
 def _encoder(table: DataTable, kinds: set[Kind], rendered: bool, log: _Log) -> Encoder:

@@ -30,7 +30,8 @@ class Tokenizer:
 
     ``separator`` is the id of ``end``, the token that ends a document; ``encode`` gives the ids of each text, and
     ``encode_with_offsets`` also the characters that each token stands for; ``decode`` gives the text of ids, special
-    tokens included. ``name`` is the value of the config.
+    tokens included. ``name`` is the value of the config. ``begin`` is the token that transformers puts before a text,
+    and nothing does here; empty if none.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Tokenizer:
     encode: Callable[[list[str]], Iterable[Any]]
     encode_with_offsets: Callable[[list[str]], Iterable[tuple[Any, Offsets]]]
     decode: Callable[[NDArray[Any]], str]
+    begin: str = ""
 
     def template(self, given: str | None) -> ChatTemplate:
         """Return the template ``given`` in the config (a name, or a file), or else the tokenizer's own.
@@ -90,11 +92,13 @@ def load_tokenizer(name: str) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     library = need("tokenizers" if file.is_file() else "transformers")
     end: Any = None
+    begin = ""
     try:
         if file.is_file():
             fast = library.Tokenizer.from_file(str(file))
             fast.no_truncation()
             fast.no_padding()
+            begin = _put_before(fast)
             fast.post_processor = None  # it adds special tokens, and may leave white space out of offsets
             vocab = fast.get_vocab(with_added_tokens=True)
             end = _settings(path).get("eos_token")
@@ -127,7 +131,16 @@ def load_tokenizer(name: str) -> Tokenizer:
             return str(fast.decode(ids.tolist(), skip_special_tokens=False))
         return str(slow.decode(ids.tolist()))
 
-    return Tokenizer(name, max(vocab.values()) + 1, vocab[end], end, encode, encode_with_offsets, decode)
+    return Tokenizer(name, max(vocab.values()) + 1, vocab[end], end, encode, encode_with_offsets, decode, begin)
+
+
+def _put_before(fast: Any) -> str:
+    """Return the special token that a tokenizer's post-processor puts before a text, as ``<s>``; empty if none."""
+    try:
+        coded, plain = fast.encode("a").ids, fast.encode("a", add_special_tokens=False).ids
+    except Exception:  # tokenizers raises bare Exception for a letter that is in no vocabulary
+        return ""
+    return str(fast.id_to_token(coded[0])) if coded[:1] != plain[:1] else ""
 
 
 def _byte_offsets(texts: list[str]) -> Iterable[tuple[Any, Offsets]]:
