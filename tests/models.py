@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -83,6 +85,22 @@ class ByteDecoder(Decoder):
 
 def byte_decoder(dropout: float = 0.1) -> ByteDecoder:
     return ByteDecoder(dropout)
+
+
+class SlowDecoder(ByteDecoder):
+    """A decoder that takes its time and no processor, so that there is time to do something to its ranks."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(dropout=0.0)
+        self.pause_s = pause_s
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pause_s if self.training else 0.0)
+        return super().forward(ids)
+
+
+def slow_decoder(pause_s: float = 0.04) -> SlowDecoder:
+    return SlowDecoder(pause_s)
 
 
 class WideBytes(nn.Module):

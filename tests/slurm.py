@@ -58,7 +58,7 @@ def why_not() -> str | None:
     """Why Slurm cannot run here; None where it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "a Slurm of one's own needs root on Linux"
-    missing = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=_path()) is None]
+    missing = [name for name in (*DAEMONS, "sbatch", "setpriv") if shutil.which(name, path=_path()) is None]
     return f"not installed: {', '.join(missing)} (packages slurm-wlm and munge)" if missing else None
 
 
@@ -90,9 +90,11 @@ class Slurm:
         words = self.tool("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, done: Callable[[], bool], report: Path, seconds: float = 120.0) -> None:
+    def wait_for(
+        self, done: Callable[[], bool], report: Path, seconds: float = 120.0, *, pause_s: float = 0.01
+    ) -> None:
         """Wait until ``done``; fails with the end of a job's output, in ``report``."""
-        _wait(done, seconds, lambda: report.read_text()[-4000:] if report.exists() else "", pause_s=0.005)
+        _wait(done, seconds, lambda: report.read_text()[-4000:] if report.exists() else "", pause_s)
 
     def wait(self, number: str, seconds: float = 180.0, *, report: Path | None = None) -> dict[str, str]:
         """Wait until a job is over; fails with the end of its output, in ``report``, unless it has succeeded."""
@@ -153,11 +155,11 @@ class Slurm:
 
     def end(self) -> None:
         """End all daemons, and every process of a job."""
-        tasks = _of(self.folder, lambda env: True)
-        _kill([*_steps_of(tasks), *tasks])
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait()
+        while tasks := _of(self.folder, lambda env: True):  # one may fork another meanwhile
+            _kill([*_steps_of(tasks), *tasks])
 
     def logs(self) -> str:
         """The ends of all daemons' logs."""
@@ -166,7 +168,12 @@ class Slurm:
     def _start(self, name: str, *words: str) -> None:
         with (self.folder / f"{name}.out.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
-                words, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                ["setpriv", "--pdeathsig", "KILL", *words],  # a test that is killed ends nothing itself
+                env=self.env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
 
 

@@ -15,12 +15,12 @@ SEED = 3
 BATCH = 8
 
 
-def write_config(folder: Path, strategy: str, steps: int, **parallel: int) -> Path:
-    """A run of small steps without dropout, whose numbers are those of a rank."""
+def write_config(folder: Path, strategy: str, steps: int, pause_s: float = 0.05, **parallel: int) -> Path:
+    """A run of slow steps without dropout, whose numbers are those of a rank."""
     folder.mkdir()
     return configs.write_config(
         folder,
-        model={"kwargs": {"dropout": 0.0}},
+        model={"factory": "tests.models:slow_decoder", "kwargs": {"pause_s": pause_s}},
         optimizer={"lr": 1e-3},
         train={"steps": steps, "global_batch": BATCH, "log_every": 1},
         parallel={"nproc": None, "strategy": strategy, **parallel},
@@ -40,12 +40,13 @@ def check_equal(nodes: Nodes, full: Path, steps: int) -> None:
     assert read_manifest(path).state["position"] == steps * BATCH
 
 
+@pytest.mark.timeout(400)
 def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
-    steps = 120
+    steps = 300
+    configs.train(write_config(tmp_path / "full", "fsdp", steps, 0.0, nproc=2))
     with elastic(write_config(tmp_path / "nodes", "fsdp", steps), ranks=1) as nodes:
         for name in NAMES:
             nodes.start(name)
-        configs.train(write_config(tmp_path / "full", "fsdp", steps, nproc=2))
         nodes.wait_for_step(10)
         nodes.kill_agent("b")
         nodes.wait_for_world(1)
@@ -56,23 +57,24 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_twenty_times_nodes_come_and_go(tmp_path: Path, strategy: str) -> None:
     """Two nodes of two ranks; ten times one of them goes, in any way, or both, and ten times they come back."""
-    rng_state, steps = random.Random(f"{SEED} {strategy}"), 3000
-    configs.train(write_config(tmp_path / "full", strategy, steps, nproc=4))
+    rng_state, steps = random.Random(f"{SEED} {strategy}"), 1000
+    configs.train(write_config(tmp_path / "full", strategy, steps, 0.0, nproc=4))
     with elastic(write_config(tmp_path / "nodes", strategy, steps), ranks=2) as nodes:
         for name in NAMES:
             nodes.start(name)
         for _ in range(10):
             nodes.wait_for_world(2)
-            nodes.wait_for_step(nodes.step() + rng_state.randint(1, 60))
+            nodes.wait_for_step(nodes.step() + rng_state.randint(1, 20))
             gone = list(NAMES) if rng_state.random() < 0.2 else [rng_state.choice(NAMES)]
             for name in gone:
                 rng_state.choice((nodes.kill_agent, nodes.lose, nodes.preempt))(name)
             if len(gone) < len(NAMES) and rng_state.random() < 0.7:
                 nodes.wait_for_world(1)
-                nodes.wait_for_step(nodes.step() + rng_state.randint(1, 60))
+                nodes.wait_for_step(nodes.step() + rng_state.randint(1, 20))
             for name in gone:
                 nodes.start(name)
         nodes.wait_for_end()

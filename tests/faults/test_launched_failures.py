@@ -51,7 +51,7 @@ def run(tmp_path: Path, what: str, rank: int, local_rank: int) -> tuple[int, str
 @pytest.mark.parametrize(
     ("what", "rank", "code", "printed"),
     [
-        ("fails", 3, 2, "rank 3 of node n2: data.path = 'x' is not there; name another\n"),
+        ("fails", 3, 2, "rank 3 on n2: data.path = 'x' is not there; name another\n"),
         ("shared", 0, 75, "preempted by SIGTERM after step 3\n"),
         ("shared", 3, 75, ""),
         ("lost", 3, 3, ""),
@@ -66,7 +66,7 @@ def test_what_a_rank_prints(tmp_path: Path, what: str, rank: int, code: int, pri
 
 def test_a_bug_has_its_traceback_everywhere_and_comes_before_what_it_caused(tmp_path: Path) -> None:
     _, said, cause = run(tmp_path, "bug", 3, 1)
-    assert said.startswith("rank 3 of node n2: Traceback") and "ZeroDivisionError" in said
+    assert said.startswith("rank 3 on n2: Traceback") and "ZeroDivisionError" in said
     assert "ZeroDivisionError" in str(cause["message"])
     _, said, symptom = run(tmp_path, "lost", 2, 0)
     assert "Connection closed by peer" in said, "one rank of each node says it"

@@ -129,7 +129,10 @@ def _train(config: Path) -> None:
     from shardwise.train.config import read_config
 
     inner: list[Any] = []
-    with mock.patch.object(rank_main, "guarded", inner.append), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        mock.patch.object(rank_main, "guarded", lambda work, logs: inner.append(work)),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         rank_main.run_under_launcher(read_config(config, []), None, as_json=False)
         inner[0]()
 
@@ -143,47 +146,47 @@ GPU = {"device": "NVIDIA H100 80GB HBM3"}
 DIFFER: dict[str, tuple[list[Rank], Sequence[str]]] = {
     "another config": (
         two_nodes({"alike": changed("train", "steps", 14)}, world=4, per_node=2),
-        ("train.steps = 14 on node b (ranks 2, 3), but 12 on the others", "the same config"),
+        ("train.steps = 14 on b (ranks 2, 3), but 12 on the others", "the same config"),
     ),
     "another plan": (
         two_nodes({"alike": {"": CONFIG, "plan": {"micro_batch": 2}}}),
-        ("plan = given on node b (rank 1), but not given on the others",),
+        ("plan = given on b (rank 1), but not given on the others",),
     ),
     "older shardwise": (
         two_nodes({"facts": OLD}),
-        ("shardwise = 0.0.1 on node b (rank 1), but ", "install the same shardwise on all nodes"),
+        ("shardwise = 0.0.1 on b (rank 1), but ", "install the same shardwise on all nodes"),
     ),
     "older code of one version": (
         two_nodes({"facts": {same_environment.CODE: "00000000"}}),
-        ("shardwise's code = 00000000 on node b (rank 1)", "install the same commit"),
+        ("shardwise's code = 00000000 on b (rank 1)", "install the same commit"),
     ),
     "another torch": (
         two_nodes({"facts": {"torch": "2.12.1+cu130"}}),
-        ("torch = 2.12.1+cu130 on node b (rank 1), but 2.", "install the same torch on all nodes"),
+        ("torch = 2.12.1+cu130 on b (rank 1), but 2.", "install the same torch on all nodes"),
     ),
     "another Python": (
         two_nodes({"facts": {"python": "3.9"}}),
-        ("python = 3.9 on node b (rank 1), but ", "the same minor version"),
+        ("python = 3.9 on b (rank 1), but ", "the same minor version"),
     ),
     "another device": (
         two_nodes({"facts": GPU}, world=3),
-        ("device = cpu on node a (rank 0), but NVIDIA H100 80GB HBM3 on the others", "one kind of device"),
+        ("device = cpu on a (rank 0), but NVIDIA H100 80GB HBM3 on the others", "one kind of device"),
     ),
     "no such interface": (
         two_nodes({"env": {"GLOO_SOCKET_IFNAME": "nope0"}}),
-        ("GLOO_SOCKET_IFNAME = nope0: there is no such network interface, only ", "(on node b (rank 1))"),
+        ("GLOO_SOCKET_IFNAME = nope0: there is no such network interface, only ", "(on b (rank 1))"),
     ),
     "other processes per node": (
         [*two_nodes({"env": {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}}, world=3, per_node=2)],
-        ("LOCAL_WORLD_SIZE = 1 on node b (rank 2), but 2 on the others", "as many processes on each node"),
+        ("LOCAL_WORLD_SIZE = 1 on b (rank 2), but 2 on the others", "as many processes on each node"),
     ),
     "another world size": (
         two_nodes({"env": {"WORLD_SIZE": "4"}}),
-        ("WORLD_SIZE = 4 on node b (rank 1), but 2 on the others", "the same number of nodes"),
+        ("WORLD_SIZE = 4 on b (rank 1), but 2 on the others", "the same number of nodes"),
     ),
     "another launcher": (
         two_nodes({"facts": {"launcher": "srun"}}),
-        ("launcher = srun on node b (rank 1), but ", "start all ranks in one way"),
+        ("launcher = srun on b (rank 1), but ", "start all ranks in one way"),
     ),
 }  # fmt: skip
 
@@ -217,7 +220,7 @@ def test_a_rank_that_never_comes_is_named_with_its_node() -> None:
     found = run(two_nodes(world=4, per_node=2)[:3])
     assert [one.code for one in found] == [2] * 3
     assert "1 of 4 ranks have not come to 127.0.0.1:" in found[0].message
-    assert " within 3 s: rank 3 of node b; start them" in found[0].message
+    assert " within 3 s: rank 3 on b; start them" in found[0].message
     assert len({one.message for one in found}) == 1
 
 
@@ -257,14 +260,18 @@ def test_a_port_that_another_process_has() -> None:
     assert one.code == 3 and "another process of this node has the port" in one.message
 
 
-def test_a_world_that_the_strategy_does_not_divide(tmp_path: Path) -> None:
-    config = configs.write_config(tmp_path, parallel={"nproc": None, "strategy": "ddp+tp2"})
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("ddp+tp2", "tp"), ("fsdp", "global batch 8 is not a multiple of dp 3; set train.global_batch")],
+)
+def test_a_world_that_strategy_or_batch_does_not_divide(tmp_path: Path, strategy: str, words: str) -> None:
+    config = configs.write_config(tmp_path, parallel={"nproc": None, "strategy": strategy})
     ranks = two_nodes(world=3)
     for rank in ranks:
         rank.alike = {"config": str(config)}
     found = run(ranks)
     assert [one.code for one in found] == [2] * 3
-    assert "tp" in found[0].message and "3" in found[0].message
+    assert words in found[0].message and "3" in found[0].message
     assert "rank 0 could not prepare the run" in found[1].message
 
 

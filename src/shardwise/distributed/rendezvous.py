@@ -152,7 +152,7 @@ def _follow(store: Store, place: Rendezvous, mine: Hello, limit_s: float) -> int
         pause_s = min(2 * pause_s, 0.2)
     raise UserError(
         f"MASTER_ADDR = {place.master_addr}, MASTER_PORT = {place.master_port}: rank 0 has not answered rank "
-        f"{place.rank} of node {mine.node} within {limit_s:g} s; it has not started, or has another MASTER_ADDR"
+        f"{place.rank} on {mine.node} within {limit_s:g} s; it has not started, or has another MASTER_ADDR"
     )
 
 

@@ -108,7 +108,7 @@ def missing_text(hellos: Sequence[Hello], place: Rendezvous, waited_s: float) ->
         block = range(start, min(start + size, place.world_size))
         known = next((came[rank].node for rank in block if rank in came), None)
         if absent := [rank for rank in block if rank not in came]:
-            nodes.append(f"{_ranks(absent)} of {f'node {known}' if known else f'node number {start // size}'}")
+            nodes.append(f"{_ranks(absent)} on {known or f'node number {start // size}'}")
     shown = "; ".join(nodes[:_SHOWN]) + (f" and {len(nodes) - _SHOWN} more nodes" if len(nodes) > _SHOWN else "")
     return (
         f"{len(missing)} of {place.world_size} ranks have not come to {place.master_addr}:{place.master_port} within "
@@ -162,11 +162,11 @@ def _is_path(text: str) -> bool:
 
 
 def _where(hellos: Sequence[Hello]) -> str:
-    """Format ``node a (ranks 0, 1) and node b (rank 2)``."""
+    """Format ``a (ranks 0, 1) and b (rank 2)``."""
     nodes: dict[str, list[int]] = defaultdict(list)
     for one in sorted(hellos, key=_rank):
         nodes[one.node].append(one.rank)
-    shown = [f"node {node} ({_ranks(ranks)})" for node, ranks in [*nodes.items()][:_SHOWN]]
+    shown = [f"{node} ({_ranks(ranks)})" for node, ranks in [*nodes.items()][:_SHOWN]]
     return listed(shown) + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")
 
 

@@ -190,7 +190,7 @@ def _report(error: BaseException, error_file: Path | None, logs: Path | None) ->
         _keep(report, logs)
     shared = isinstance(error, ShardwiseError) and error.on_all_ranks
     if here.rank == 0 or not (shared or (report.peer_symptom and here.local_rank)):  # of a symptom, one on each node
-        where = f"rank {here.rank} of node {environment.node_name()}: "
+        where = f"rank {here.rank} on {environment.node_name()}: "
         print(text if shared or text.startswith("rank ") else where + text, file=sys.stderr)
     return report.exit_code
 
@@ -212,7 +212,7 @@ def _keep(report: RankReport, logs: Path) -> None:
     with contextlib.suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         with open(logs / f"rank-{report.rank}.log", "a", encoding="utf-8", errors="backslashreplace") as log:
-            log.write(f"{when} on node {environment.node_name()}\n{report.traceback}")
+            log.write(f"{when} on {environment.node_name()}\n{report.traceback}")
 
 
 def _leave_together() -> None:
