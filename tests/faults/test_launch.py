@@ -257,7 +257,8 @@ def test_a_fault_in_native_code_leaves_the_python_line_in_the_log(script):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSEGV)
     """)
-    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGSEGV \(a fault in native code\); it stood at .* in main"):
+    where = r"^rank 1 was killed by SIGSEGV \(a fault in native code\); it stood at .* in main"
+    with pytest.raises(RankError, match=where):
         launch(path, 2)
     assert "Fatal Python error: Segmentation fault" in (path.parent / "logs" / "rank-1.log").read_text()
 
