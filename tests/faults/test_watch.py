@@ -117,8 +117,9 @@ def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
 # the judge, on facts
 
 
-def call(number: int, name: str = "all_reduce", size: int = 3, group: str = "0", *, pending: bool = True) -> Any:
-    return CollectiveCall(group, "default_pg", number, name, ((size,),), ("Float",), pending, number)
+def call(number: int, name: str = "all_reduce", size: int = 3, group: str = "0", **more: Any) -> CollectiveCall:
+    more = {"pending": True, "members": (0, 1, 2, 3), **more}
+    return CollectiveCall(group, "default_pg", number, name, ((size,),), ("Float",), created_ns=number, **more)
 
 
 def facts(
@@ -148,6 +149,17 @@ def facts(
             Reason.ORDER,
             (0, 1),
         ),
+        (  # 2 waits for 0, which waits for 1: as under hsdp
+            [
+                facts(0, call(9, group="in", members=(0, 1))),
+                facts(1, call(8, group="in", members=(0, 1), pending=False)),
+                facts(2, call(5, group="across", members=(0, 2))),
+            ],
+            Reason.CODE,
+            (1,),
+        ),
+        ([facts(0, call(5, "recv", peer=True)), facts(1)], Reason.CODE, (1,)),
+        ([facts(0, call(5, "recv", peer=True)), facts(1, call(5, "send", size=4, peer=True))], Reason.LINK, (0, 1)),
         ([facts(0, call(5)), facts(1, call(5))], Reason.LINK, (0, 1)),
         ([facts(0), facts(1)], None, ()),
         ([facts(0, call(5, pending=False)), facts(1, call(4, pending=False))], None, ()),

@@ -12,7 +12,7 @@ from shardwise.units import seconds_text
 from shardwise.watch.heartbeat import Beat, read_beat
 from shardwise.watch.processes import ProcessFacts, unanswered_peers
 from shardwise.watch.rank_state import ask
-from shardwise.watch.verdict import CERTAIN, RankFacts, Reason, Verdict, judge
+from shardwise.watch.verdict import CERTAIN, SLOW, RankFacts, Reason, Verdict, judge
 
 QUIET_S = 3.0
 """Silence of all ranks, beyond two steps, after which they are asked where they stand."""
@@ -22,8 +22,8 @@ BUSY_S = 600.0
 """Longest computation of a rank that the others wait for: where no duration of its phase is known, it may compile."""
 SLOW_S = 20.0
 """Computation of a rank after which it is named, if its phase has taken far less before."""
-RECOVER_S = 30.0
-"""Time that a rank which could go on has left after it was named: one that is stopped, one that reads."""
+RECOVER_S = 120.0
+"""Time that a rank which does nothing has left after it was named; `BUSY_S` if it computes, reads or writes."""
 
 _POLL_S, _LOOK_S, _ANSWER_S = 0.25, 0.5, 1.0
 _FACTOR = 3.0  # a phase may take so often the longest time that it has taken
@@ -101,8 +101,8 @@ class Monitor:
             self.verdict, self._named_at, self.since_s = found, now, quiet
             self._write({"verdict": found, "quiet_s": quiet, "facts": facts})
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
-        working = any(one.works for one in facts if one.rank in found.ranks)
-        self.ends = found.reason in CERTAIN or quiet > BUSY_S or (not working and now - self._named_at > RECOVER_S)
+        working = found.reason in SLOW or any(one.works for one in facts if one.rank in found.ranks)
+        self.ends = found.reason in CERTAIN or now - self._named_at > (BUSY_S if working else RECOVER_S)
         return [] if self.ends else lines
 
     def _facts(self, beats: list[Beat], now: float) -> list[RankFacts]:

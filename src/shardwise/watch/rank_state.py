@@ -35,9 +35,10 @@ class Frame:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """CollectiveCall of torch's flight recorder.
+    """Collective of torch's flight recorder.
 
-    ``number`` counts those of the group on this rank; ``pending`` if it has not ended.
+    ``number`` counts those of the group on this rank; ``pending`` if it has not ended; ``peer`` for a send or
+    a receive, which has a count of its own. ``members`` are the ranks of the group; empty if they are unknown.
     """
 
     group: str
@@ -48,6 +49,8 @@ class CollectiveCall:
     dtypes: tuple[str, ...]
     pending: bool
     created_ns: int
+    peer: bool = False
+    members: tuple[int, ...] = ()
 
     @property
     def call(self) -> str:
@@ -76,7 +79,14 @@ class RankState:
             rank=found["rank"],
             stack=tuple(Frame(**one) for one in found["stack"]),
             collectives=tuple(
-                CollectiveCall(**{**one, "sizes": tuple(map(tuple, one["sizes"])), "dtypes": tuple(one["dtypes"])})
+                CollectiveCall(
+                    **{
+                        **one,
+                        "sizes": tuple(map(tuple, one["sizes"])),
+                        "dtypes": tuple(one["dtypes"]),
+                        "members": tuple(one["members"]),
+                    }
+                )
                 for one in found["collectives"]
             ),
         )
@@ -163,16 +173,28 @@ def _collectives() -> tuple[CollectiveCall, ...]:
         return ()
     try:
         found = json.loads(dump(includeCollectives=True, onlyActive=False))
-        return tuple(_collective(one) for one in found.get("entries", ())[-_COLLECTIVES:])
+        members = _members()
+        return tuple(_collective(one, members) for one in found.get("entries", ())[-_COLLECTIVES:])
     except (RuntimeError, ValueError, KeyError, TypeError):
         return ()
 
 
-def _collective(entry: dict[str, Any]) -> CollectiveCall:
+def _members() -> dict[str, tuple[int, ...]]:
+    """Ranks of each group of this process, by its name: the recorder does not know them under gloo."""
+    with contextlib.suppress(Exception):  # not public; without it only ranks that have used a group count as members
+        world = sys.modules["torch.distributed.distributed_c10d"]._world
+        return {name: tuple(sorted(world.pg_group_ranks[group])) for group, name in world.pg_names.items()}
+    return {}
+
+
+def _collective(entry: dict[str, Any], members: dict[str, tuple[int, ...]]) -> CollectiveCall:
     group, label = entry["process_group"]
     peer = entry["is_p2p"]
+    ranks = members.get(group, ())
     return CollectiveCall(
-        group=group,
+        group=f"{group} of ranks {', '.join(map(str, ranks))}" if ranks else group,
+        peer=peer,
+        members=ranks,
         label=label,
         number=entry["p2p_seq_id"] if peer else entry["collective_seq_id"],
         name=entry["profiling_name"].partition(":")[2].partition(" ")[0] or entry["profiling_name"],

@@ -28,11 +28,12 @@ class Reason(StrEnum):
     CODE = "not joined"
     NATIVE = "native code"
     LINK = "link"
-    SLOW = "slow"
 
 
 CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.ORDER, Reason.GONE)
 """Reasons that no waiting can end."""
+SLOW = (Reason.LOADER, Reason.DISK)
+"""Reasons that may take long, and end by themselves."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def judge(facts: Sequence[RankFacts], *, whole: bool = True) -> Verdict | None:
 
     ``facts`` are of ranks that do not move. ``whole``: they are all ranks of the run, and not those of one node only.
     """
-    for test in (_gone, _stopped, _mismatched, _crossed, _absent):
+    for test in (_gone, _stopped, _mismatched, _awaited):
         found = test(facts)
         if found is not None:
             return found
@@ -125,53 +126,75 @@ def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
     return None
 
 
-def _crossed(facts: Sequence[RankFacts]) -> Verdict | None:
-    """Ranks that wait for each other in collectives of different groups."""
-    for group in _groups(facts):
-        waiting, behind = _split(facts, group)
-        others = [(one, _pending(one.state)) for one in behind]
-        crossed = [(one, call) for one, call in others if call is not None and call.group != group]
-        if not waiting or not crossed:
-            continue
-        (one, theirs), (first, ours) = crossed[0], waiting[0]
-        if one.state is not None and any(
-            call.group == theirs.group and call.number >= theirs.number
-            for call in (first.state or one.state).collectives
-        ):
-            continue  # those who wait have been there: it waits for somebody else
-        return Verdict(
-            Reason.ORDER,
-            tuple(sorted({one.rank for one, _ in crossed} | ({first.rank} if len(crossed) >= len(waiting) else set()))),
-            f"ranks wait for each other: rank {first.rank} in {ours.call} of {_group(group, [ours])} {_where(first)}; "
-            f"rank {one.rank} in {theirs.call} of {_group(theirs.group, [theirs])} {_where(one)}",
-        )
-    return None
+def _awaited(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks that others wait for, directly or by ranks that wait themselves; or ranks that wait for each other."""
+    calls = {one.rank: call for one in facts if (call := _pending(one.state)) is not None}
+    waits_for = {rank: _missing(call, facts, set(calls)) for rank, call in calls.items()}
+    if not any(waits_for.values()):
+        return None
+    by_rank = {one.rank: one for one in facts}
+    for rank in sorted(waits_for, key=lambda rank: calls[rank].created_ns):
+        awaited = _reached(rank, waits_for)
+        if absent := sorted(awaited - set(calls)):
+            one = by_rank[absent[0]]
+            waiting = [by_rank[other] for other in sorted(waits_for) if _reached(other, waits_for) & set(absent)]
+            first = next(other for other in waiting if waits_for[other.rank] & set(absent))
+            alike = [by_rank[other] for other in absent if _why(by_rank[other]) == _why(one)]
+            return _held_up(alike, waiting, first, calls[first.rank])
+    cycle = [rank for rank in sorted(waits_for) if rank in _reached(rank, waits_for)]
+    if not cycle:
+        return None
+    kinds = Counter(calls[rank].group for rank in cycle)
+    usual, most = kinds.most_common(1)[0]
+    odd = [rank for rank in cycle if calls[rank].group != usual]
+    pair = [cycle[0], *(rank for rank in cycle if calls[rank].group != calls[cycle[0]].group)][:2]
+    lines = [f"rank {n} in {calls[n].call} of {_group(calls[n].group, [calls[n]])} {_where(by_rank[n])}" for n in pair]
+    return Verdict(
+        Reason.ORDER, tuple(odd if 2 * most > len(cycle) else cycle), f"ranks wait for each other: {'; '.join(lines)}"
+    )
 
 
-def _absent(facts: Sequence[RankFacts]) -> Verdict | None:
-    """Ranks that have not joined a collective in which others wait, and do not wait themselves."""
-    for group in _groups(facts):
-        waiting, behind = _split(facts, group)
-        silent = [one for one in facts if one.state is None]
-        absent = [one for one in behind if _pending(one.state) is None] or (silent if waiting else [])
-        if not waiting or not absent:
-            continue
-        first, call = waiting[0]
-        one = absent[0]
-        reason = _why(one)
-        what = {
-            Reason.LOADER: "waits for its data loader",
-            Reason.DISK: "waits for a disk",
-            Reason.NATIVE: "does not answer: native code holds the interpreter",
-        }.get(reason, "is in other code")
-        line = "" if one.state is None else f" {_where(one)}"
-        return Verdict(
-            reason,
-            _ranks(absent),
-            f"{_who(absent)} {what} in {_phase(one)}{line}; {_who([one for one, _ in waiting])} wait"
-            f"{'s' if len(waiting) == 1 else ''} for it in {call.call} {_where(first)}",
-        )
-    return None
+def _missing(call: CollectiveCall, facts: Sequence[RankFacts], waiting: set[int]) -> set[int]:
+    """Ranks that have not come to ``call``, of its members; of a send or a receive, those that wait for nobody."""
+    if call.peer:
+        return {one.rank for one in facts if one.rank in call.members and one.rank not in waiting}
+    missing = set()
+    for one in facts:
+        calls = _sequence(one.state, call.group)
+        member = one.rank in call.members if call.members else bool(calls) or one.state is None
+        if member and max(calls, default=0) < call.number:
+            missing.add(one.rank)
+    return missing
+
+
+def _reached(rank: int, waits_for: dict[int, set[int]]) -> set[int]:
+    """All ranks that ``rank`` waits for, in any number of steps."""
+    reached: set[int] = set()
+    ahead = set(waits_for[rank])
+    while ahead - reached:
+        reached |= ahead
+        ahead = {other for one in ahead for other in waits_for.get(one, ())}
+    return reached
+
+
+def _held_up(
+    absent: Sequence[RankFacts], waiting: Sequence[RankFacts], first: RankFacts, call: CollectiveCall
+) -> Verdict:
+    """Ranks that ``waiting`` ones wait for, of which ``first`` is in ``call``."""
+    one = absent[0]
+    reason = _why(one)
+    what = {
+        Reason.LOADER: "waits for its data loader",
+        Reason.DISK: "waits for a disk",
+        Reason.NATIVE: "does not answer: native code holds the interpreter",
+    }.get(reason, "is in other code")
+    line = "" if one.state is None else f" {_where(one)}"
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return Verdict(
+        reason,
+        _ranks(absent),
+        f"{_who(absent)} {what} in {_phase(one)}{line}; {_who(waiting)} {wait} for it in {call.call} {_where(first)}",
+    )
 
 
 def _link(facts: Sequence[RankFacts]) -> Verdict | None:
@@ -200,30 +223,14 @@ def _groups(facts: Iterable[RankFacts]) -> list[str]:
 
 
 def _sequence(state: RankState | None, group: str) -> dict[int, CollectiveCall]:
-    return {} if state is None else {call.number: call for call in state.collectives if call.group == group}
+    calls = () if state is None else state.collectives
+    return {call.number: call for call in calls if call.group == group and not call.peer}
 
 
 def _pending(state: RankState | None) -> CollectiveCall | None:
     """Collective that a rank has waited in longest."""
     waits = [call for call in (state.collectives if state is not None else ()) if call.pending]
     return min(waits, key=lambda call: call.created_ns, default=None)
-
-
-def _split(facts: Sequence[RankFacts], group: str) -> tuple[list[tuple[RankFacts, CollectiveCall]], list[RankFacts]]:
-    """Ranks that wait in ``group``, with the first collective that they wait in; and members that have not come."""
-    waiting, behind = [], []
-    for one in facts:
-        pending = [call for call in _sequence(one.state, group).values() if call.pending]
-        if pending:
-            waiting.append((one, min(pending, key=lambda call: call.number)))
-    furthest = max((call.number for _, call in waiting), default=0)
-    for one in facts:
-        calls = _sequence(one.state, group)
-        member = calls or (one.state is not None and waiting and waiting[0][1].label in ("default_pg", "control"))
-        if member and max(calls, default=0) < furthest:
-            behind.append(one)
-    there = [(one, call) for one, call in waiting if call.number == furthest]
-    return there, behind
 
 
 def _signature(call: CollectiveCall) -> tuple[object, ...]:
@@ -256,7 +263,7 @@ def _line(frame: Frame) -> str:
 
 def _group(name: str, calls: Iterable[CollectiveCall]) -> str:
     label = next((call.label for call in calls if call.label not in ("", "undefined")), "")
-    return "the default group" if label == "default_pg" else f"group {label or name}"
+    return "the default group" if label == "default_pg" else f"group {f'{label}, ' if label else ''}{name}"
 
 
 def _phase(one: RankFacts) -> str:
