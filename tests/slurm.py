@@ -160,6 +160,9 @@ class Slurm:
             daemon.wait()
         while tasks := _of(self.folder, lambda env: True):  # one may fork another meanwhile
             _kill([*_steps_of(tasks), *tasks])
+        for child in psutil.Process().children():  # orphans, which become this process's where it forks ranks
+            if child.name().startswith("slurm"):
+                child.wait(TOOL_S)
 
     def logs(self) -> str:
         """The ends of all daemons' logs."""
