@@ -42,6 +42,7 @@ LAYERS = (
     "diagnosis",
     "launch",
     "interop",
+    "lint",
     "report",
     "run",
     "doctor",

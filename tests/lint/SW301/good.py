@@ -1,0 +1,16 @@
+import torch
+import torch.distributed as dist
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    is_main = rank == 0
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    if is_main:
+        print(value.item() / dist.get_world_size())
+        dist.broadcast(value, 0)
+    else:
+        dist.broadcast(value, 0)
+    dist.destroy_process_group()

@@ -1,0 +1,14 @@
+import torch
+import torch.distributed as dist
+
+
+def total(count):
+    value = torch.tensor(count)
+    dist.all_reduce(value)  # fault
+    return value.item()
+
+
+def main():
+    dist.init_process_group(backend="nccl")
+    print(total(3))
+    dist.destroy_process_group()
