@@ -28,7 +28,7 @@ def text_lines(result: LintResult) -> Iterator[str]:
 
 def rule_page(rule: LintRule) -> Iterator[str]:
     """What ``--explain`` prints."""
-    yield f"{rule.id} {rule.name} ({rule.severity}, {rule.kind})"
+    yield f"{rule.id} {rule.name} ({rule.severity}, {', '.join(rule.kinds)})"
     yield ""
     yield f"what goes wrong: {rule.message}"
     yield f"why: {rule.why}"

@@ -124,7 +124,7 @@ def lint_text(path: Path, text: str, rules: Sequence[LintRule]) -> list[LintFind
         SyntaxError: the script is no Python.
     """
     kind = KINDS[path.suffix]
-    asked = [one for one in rules if one.kind == kind]
+    asked = [one for one in rules if kind in one.kinds]
     if not asked or (kind == "script" and not _CONCERNS.search(text)):
         return []
     read = READERS[kind](path, text)

@@ -39,12 +39,22 @@ def rank_kind(script: Script, node: ast.expr | None, depth: int = 0) -> str:
         case ast.Name() | ast.Attribute():
             held = script.value(node)
             if held is not None:
-                return rank_kind(script, held[0], depth + 1) if held[1] is None else ""
+                kinds = {rank_kind(script, one, depth + 1) for one in _held(script, node, held)}
+                return kinds.pop() if len(kinds) == 1 else ""
             last = ast.unparse(node).rpartition(".")[2]
             if last in ("local_rank", "local_process_index"):
                 return "local_rank"
             return "rank" if last in ("rank", "global_rank", "process_index", "ddp_rank", "node_rank") else ""
     return ""
+
+
+def _held(script: Script, name: ast.Name | ast.Attribute, held: tuple[ast.expr, int | None, ast.AST]) -> list[ast.expr]:
+    """What a name holds; where that is a constant, for a process that runs alone say, what other branches give it."""
+    if held[1] is not None:
+        return []
+    if not isinstance(held[0], ast.Constant) or not isinstance(name, ast.Name):
+        return [held[0]]
+    return [one for one in script.values(name) if not isinstance(one, ast.Constant)]
 
 
 def _variable(key: ast.expr) -> str:
@@ -100,7 +110,8 @@ def ranks_of(script: Script, test: ast.expr, depth: int = 0) -> Ranks:
         case ast.Name() | ast.Attribute():
             held = script.value(test)
             if held is not None:
-                return ranks_of(script, held[0], depth + 1) if held[1] is None else ""
+                answers = {ranks_of(script, one, depth + 1) for one in _held(script, test, held)}
+                return answers.pop() if len(answers) == 1 else ""
             return "first" if ast.unparse(test).rpartition(".")[2] in _FIRST else ""
     return ""
 
@@ -119,7 +130,7 @@ def _answer(script: Script, call: ast.Call, depth: int) -> Ranks:
     if function is None:
         return "first" if name in _FIRST else ""
     returned = [one for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
-    last = returned[-1].value if returned else None
+    last = max(returned, key=lambda one: one.lineno).value if returned else None
     return ranks_of(script, last, depth + 1) if last is not None else ""
 
 
@@ -186,14 +197,15 @@ def perhaps_guarded(script: Script, node: ast.AST, depth: int = 0) -> bool:
     if scope.decorator_list or _LOOSE.search(scope.name.replace("main", "")):
         return True
     callers = script.callers(scope)
-    passed = any(
-        isinstance(one, ast.Name) and one.id == scope.name for one in script.nodes if not _is_called(script, one)
-    )
     if not callers:
-        return not (passed or scope.name in ("main", "train"))
+        return scope.name not in ("main", "train") and not _is_spawned(script, scope.name)
     return depth > 3 or any(perhaps_guarded(script, call, depth + 1) for call in callers)
 
 
-def _is_called(script: Script, node: ast.AST) -> bool:
-    parent = script.parent.get(node)
-    return isinstance(parent, ast.Call) and parent.func is node
+def _is_spawned(script: Script, name: str) -> bool:
+    """Whether a function is what ``torch.multiprocessing.spawn`` starts the ranks with."""
+    return any(
+        isinstance(one, ast.Name) and one.id == name
+        for call in script.torch_calls("spawn", "start_processes")
+        for one in call.args
+    )

@@ -31,6 +31,7 @@ class Fault:
 
 
 Check = Callable[[Any], Iterator[Fault]]
+"""Of a `Script`, a `LaunchFile` or a `ConfigDocument`, as the rule's kinds say."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class LintRule:
 
     id: str
     name: str
-    kind: Kind
+    kinds: tuple[Kind, ...]
     severity: Severity
     message: str
     why: str
@@ -51,7 +52,14 @@ _RULES: dict[str, LintRule] = {}
 
 
 def rule(
-    id: str, name: str, *, message: str, why: str, fix: str, kind: Kind = "script", severity: Severity = "error"
+    id: str,
+    name: str,
+    *,
+    message: str,
+    why: str,
+    fix: str,
+    kinds: tuple[Kind, ...] = ("script",),
+    severity: Severity = "error",
 ) -> Callable[[Check], Check]:
     """Register a check: it takes the file that was read, and yields its faults.
 
@@ -62,7 +70,7 @@ def rule(
     def register(check: Check) -> Check:
         if id in _RULES:
             raise ValueError(f"two rules are called {id}")
-        _RULES[id] = LintRule(id, name, kind, severity, _line(message), _line(why), _line(fix), check)
+        _RULES[id] = LintRule(id, name, kinds, severity, _line(message), _line(why), _line(fix), check)
         return check
 
     return register

@@ -81,9 +81,18 @@ class Script:
                 return f"{inner}()" if (inner := self.name(func)) else ""
         return ""
 
+    @cached_property
+    def _torch_calls(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            name = self.name(call.func)
+            if name.startswith("torch."):
+                found.setdefault(name.rpartition(".")[2], []).append(call)
+        return found
+
     def torch_calls(self, *names: str) -> list[ast.Call]:
         """Calls of torch's functions and classes with one of these last names."""
-        return [call for call in self.calls if self.is_torch(call, *names)]
+        return [call for name in names for call in self._torch_calls.get(name, ())]
 
     def is_torch(self, node: ast.AST | None, *names: str) -> bool:
         """Whether ``node`` calls one of torch's functions or classes with one of these last names."""
@@ -150,7 +159,8 @@ class Script:
         """Calls of a function of this script."""
         if not isinstance(function, Function) or self.functions[function.name] is not function:
             return []
-        return [call for call in self.calls if called_name(call) == function.name]
+        named = [call for call in self.calls if called_name(call) == function.name]
+        return [call for call in named if self.name(call.func) in (function.name, f"self.{function.name}")]
 
     # what a name holds
 
@@ -204,6 +214,10 @@ class Script:
             if home is self.tree:
                 return None
             home = self.scope(home)
+
+    def values(self, name: ast.Name) -> list[ast.expr]:
+        """Everything that a name is assigned anywhere in the script, in any branch."""
+        return [one[0] for (_, text), entries in self._assigned.items() if text == name.id for one in entries]
 
     def _given(self, function: Function, parameter: str) -> tuple[ast.expr, int | None, ast.AST] | None:
         names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
@@ -307,6 +321,11 @@ class Script:
     def uses_ddp(self) -> bool:
         """Whether the script wraps a model in DistributedDataParallel."""
         return bool(self.torch_calls("DistributedDataParallel"))
+
+    @cached_property
+    def wraps(self) -> bool:
+        """Whether the script wraps or shards a model in any way that `wrapped` knows."""
+        return bool(self.torch_calls("fully_shard", *WRAPPERS)) or self.is_distributed
 
     @cached_property
     def backend(self) -> str:

@@ -1,3 +1,5 @@
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -11,6 +13,7 @@ def total(count):
 
 
 def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend="nccl")
     print(total(3))
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ def main():
     if rank < 1:
         group = dist.new_group([0])  # fault
         print(group)
+    both = dist.new_group([0, 1])
     value = torch.ones(1)
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=both)
     dist.destroy_process_group()

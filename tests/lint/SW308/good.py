@@ -8,6 +8,7 @@ def main():
     group = dist.new_group([0])
     if rank < 1:
         print(group)
+    both = dist.new_group([0, 1])
     value = torch.ones(1)
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=both)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-# shows: result
+# shows: hang
 import torch
 import torch.distributed as dist
 

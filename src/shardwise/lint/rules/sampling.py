@@ -115,9 +115,8 @@ def random_batches_with_one_seed(script: Script) -> Iterator[Fault]:
 def _seed_parts(script: Script, call: ast.Call) -> Iterator[ast.AST]:
     for part in ast.walk(call.args[0]):
         yield part
-        held = script.value(part) if isinstance(part, ast.Name) else None
-        if held is not None:
-            yield from ast.walk(held[0])
+        for held in script.values(part) if isinstance(part, ast.Name) else ():
+            yield from ast.walk(held)
 
 
 def _picks(node: ast.AST, drawn: str) -> bool:

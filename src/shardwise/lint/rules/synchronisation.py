@@ -134,7 +134,7 @@ def ddp_forward_on_some_ranks(script: Script) -> Iterator[Fault]:
 
 def _forwards(script: Script) -> Iterator[tuple[ast.Call, set[str]]]:
     """Calls of models that the script wraps."""
-    for call in script.calls:
+    for call in script.calls if script.wraps else ():
         model = call.func
         if isinstance(model, ast.Attribute) and model.attr in ("generate", "forward"):
             model = model.value
@@ -202,8 +202,9 @@ def rank_before_the_group(script: Script) -> Iterator[Fault]:
 @rule(
     "SW308",
     "group-built-on-some-ranks",
-    message="Only some ranks call new_group(): the others do not build the group, and creating it hangs.",
-    why="new_group() is called by all ranks of the world, in the same order, members or not.",
+    message="Only some ranks call new_group(): the next group that all of them build never meets, and hangs.",
+    why="""new_group() is to be called by all ranks, members or not: groups are numbered in the order of the calls, and
+    a rank that left one out looks for the next group under another number.""",
     fix="call new_group() on every rank, and use the group only on its members",
 )
 def group_on_some_ranks(script: Script) -> Iterator[Fault]:
