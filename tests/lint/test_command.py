@@ -95,6 +95,8 @@ def test_explain(lint) -> None:
         ([], "PATH is missing"),
         (["nowhere.py", "a.txt"], "2 problems"),
         (["broken.py"], "line 1: "),
+        (["broken.json"], "file 'broken.json' cannot be read"),
+        (["broken.yaml"], "file 'broken.yaml' cannot be read"),
         (["latin.py"], "not text in UTF-8"),
         (["a.py", "--select", "SW30x"], "no rule has this id or begins with it (did you mean 'SW3"),
         (["--explain", "B1"], "docs/lint-rules.md lists them"),

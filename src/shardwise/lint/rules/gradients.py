@@ -437,7 +437,8 @@ def summed_loss_shown(script: Script) -> Iterator[Fault]:
             for one in script.calls_in(function)
         )
         made = script.origin(call.args[0])
-        while isinstance(made, ast.Call) and called_name(made) in ("detach", "clone"):
-            made = script.origin(owner(made))
+        for _ in range(3):  # of `loss.detach().clone()`
+            if isinstance(made, ast.Call) and called_name(made) in ("detach", "clone"):
+                made = script.origin(owner(made))
         if operation.rpartition(".")[2] in ("", "SUM") and read and not divided and _is_mean(script, made):
             yield script.fault(call)

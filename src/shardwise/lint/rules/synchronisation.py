@@ -83,6 +83,9 @@ def collective_after_an_error(script: Script) -> Iterator[Fault]:
             if isinstance(one, Function):
                 break
             if isinstance(one, ast.Try) and (child in one.finalbody or child in one.handlers):
+                tried = script.calls_in(one.body[0]) if len(one.body) == 1 else []
+                if any(_collective(script, part) for part in tried) and child not in one.finalbody:
+                    break  # another way to do what has just failed on every rank
                 imports = {script.name(handler.type).rpartition(".")[2] for handler in one.handlers if handler.type}
                 if not imports & {"ImportError", "ModuleNotFoundError", "AttributeError"} or child in one.finalbody:
                     yield script.fault(call)
