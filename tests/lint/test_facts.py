@@ -92,6 +92,7 @@ def test_all_but_rank_0_come_here(text: str) -> None:
         "import atexit\ndef write(): here()\natexit.register(write)",
         "@once\ndef main(): here()",
         "if config.writes_on_master: here()",
+        "class A:\n    def train(self):\n        if self.gpu_id == 0: self.save()\n    def save(self): here()",
         "def save_on_rank_zero(): here()\nsave_on_rank_zero()",
     ],
 )

@@ -14,7 +14,11 @@ _FIRST = {
     "is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero", "is_global_zero",
     "is_rank_zero", "is_rank_0", "is_rank0", "is_master",
 }  # fmt: skip
-_LOOSE = re.compile(r"rank|main|master|primary|chief|leader|zero|coordinator|proc|local|is_first|writer|saver", re.I)
+_LOOSE = re.compile(
+    r"rank|main|master|primary|chief|leader|zero|coordinator|proc|local|is_first|writer|saver|gpu|device|node|host|worker"
+    r"|^[^%]*(_id|index|idx|number)\b.* == 0|^not [^%]*(_id|index|idx)\b",
+    re.I,
+)
 _OPPOSITE: dict[Ranks, Ranks] = {"first": "others", "others": "first", "": ""}
 
 
@@ -99,12 +103,7 @@ def ranks_of(script: Script, test: ast.expr, depth: int = 0) -> Ranks:
             answers = {ranks_of(script, one, depth + 1) for one in values if not _of_one_process(one)}
             return answers.pop() if len(answers) == 1 else ""
         case ast.Compare(left=left, ops=[op], comparators=[right]) if rank_kind(script, left):
-            zero = isinstance(right, ast.Constant) and right.value == 0
-            if isinstance(op, ast.In) and isinstance(right, ast.Tuple | ast.List):
-                return "first" if {ast.unparse(one) for one in right.elts} <= {"0", "-1"} else ""
-            if not zero:
-                return ""
-            return "first" if isinstance(op, ast.Eq) else "others" if isinstance(op, ast.NotEq | ast.Gt) else ""
+            return _compared(op, right)
         case ast.Call():
             return _answer(script, test, depth)
         case ast.Name() | ast.Attribute():
@@ -114,6 +113,18 @@ def ranks_of(script: Script, test: ast.expr, depth: int = 0) -> Ranks:
                 return answers.pop() if len(answers) == 1 else ""
             return "first" if ast.unparse(test).rpartition(".")[2] in _FIRST else ""
     return ""
+
+
+def _compared(op: ast.cmpop, right: ast.expr) -> Ranks:
+    """Ranks for which ``rank <op> right`` is true, where it tells the first from all others."""
+    if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.Tuple | ast.List):
+        zero = {ast.unparse(one) for one in right.elts} <= {"0", "-1"}
+        return ("first" if isinstance(op, ast.In) else "others") if zero else ""
+    signs: dict[tuple[type[ast.cmpop], object], Ranks] = {
+        **dict.fromkeys([(ast.Eq, 0), (ast.LtE, 0), (ast.Lt, 1)], "first"),
+        **dict.fromkeys([(ast.NotEq, 0), (ast.Gt, 0), (ast.GtE, 1)], "others"),
+    }
+    return signs.get((type(op), getattr(right, "value", None)), "")
 
 
 def _of_one_process(test: ast.expr) -> bool:
@@ -169,7 +180,7 @@ def guard(script: Script, node: ast.AST) -> tuple[Ranks, ast.expr | None]:
     """Ranks that reach ``node`` within its function, and the test that says so."""
     for test, answer in tests_above(script, node):
         found = ranks_of(script, test)
-        if found and not answer and isinstance(test, ast.BoolOp):
+        if found and not answer and isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             continue  # the other branch of `a and rank == 0` is taken by all ranks when a is false
         if found:
             return (found if answer else _OPPOSITE[found]), test

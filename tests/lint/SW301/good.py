@@ -14,3 +14,21 @@ def main():
     else:
         dist.broadcast(value, 0)
     dist.destroy_process_group()
+
+
+def evaluate(distributed):
+    if not distributed or dist.get_rank() == 0:
+        metric = torch.ones(1)
+        if distributed:
+            dist.broadcast(metric, 0)
+    else:
+        metric = torch.zeros(1)
+        dist.broadcast(metric, 0)
+    return metric
+
+
+def share(names, ready):
+    if ready and dist.get_rank() == 0:
+        dist.broadcast_object_list(names)
+    else:
+        dist.broadcast_object_list(names)

@@ -9,3 +9,10 @@ def main():
     if dist.get_rank() == 0:
         dist.barrier()
     dist.destroy_process_group()
+
+
+def with_a_cache(args, evaluate):
+    if args.local_rank not in [-1, 0] and not evaluate:
+        dist.barrier()
+    if args.local_rank == 0 and not evaluate:
+        dist.barrier()

@@ -235,7 +235,7 @@ def one_port_for_many_runs(read: LaunchFile) -> Iterator[Fault]:
     "srun-without-cpus",
     kinds=("launch file",),
     severity="warning",
-    message="srun does not take over --cpus-per-task: each task gets one CPU, and data loading crawls.",
+    message="srun does not take over --cpus-per-task: a task may get one CPU, and data loading crawls.",
     why="Since Slurm 22.05 srun reads SRUN_CPUS_PER_TASK, no longer what sbatch was given.",
     fix="export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or give srun --cpus-per-task=$SLURM_CPUS_PER_TASK",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardwise.lint.rank_tests import guard, rank_kind, ranks_of, reached_by
+from shardwise.lint.rank_tests import guard, rank_kind, ranks_of, reached_by, tests_above
 from shardwise.lint.rule import Fault, rule
 from shardwise.lint.script import Function, Loop, Script, argument, called_name, keyword, owner
 from shardwise.lint.training_calls import optimizer_steps
@@ -33,8 +33,19 @@ def _partial(script: Script, wanted: set[str] | None, unwanted: set[str]) -> Ite
         ranks = reached_by(script, call)
         opposite = "others" if ranks == "first" else "first"
         others = [one for one, its in calls if its == name and one is not call and reached_by(script, one) == opposite]
-        if ranks and not others:
+        if ranks and not others and not any(its == name and _answers(script, call, one) for one, its in calls):
             yield call
+
+
+def _answers(script: Script, call: ast.Call, other: ast.Call) -> bool:
+    """Whether ``other`` may be the call of the ranks that ``call`` leaves out: a test of the rank leads there too."""
+    if other is call or script.scope(other) is not script.scope(call):
+        return False
+    tests = [test for test, _ in tests_above(script, call)]
+    apart = [
+        (test, answer) for test, answer in tests_above(script, other) if (test, answer) not in tests_above(script, call)
+    ]
+    return any("rank" in ast.unparse(test) or test in tests for test, _ in apart)
 
 
 @rule(
@@ -316,6 +327,21 @@ def reduce_read_everywhere(script: Script) -> Iterator[Fault]:
                     yield script.fault(read[0])
 
 
+_HARMLESS = {
+    "append", "collect", "debug", "empty_cache", "error", "exception", "info", "isinstance", "print", "repr", "str",
+    "warn", "warning", "write", "zero_grad",
+}  # fmt: skip
+"""What an exception handler may call without ending or synchronising anything."""
+
+
+def _agrees(script: Script, call: ast.Call) -> bool:
+    """Whether ranks may agree on something in ``call``."""
+    name = called_name(call)
+    return bool(script.collective(call)) or any(
+        word in name for word in ("reduce", "gather", "sync", "broadcast", "agree")
+    )
+
+
 @rule(
     "SW313",
     "some-ranks-skip-backward",
@@ -330,7 +356,7 @@ def some_ranks_skip_backward(script: Script) -> Iterator[Fault]:
         return
     for backward in script.trains:
         loops = script.loops(backward)
-        if not loops or any(script.collective(call) for call in script.calls_in(loops[0])):
+        if not loops or any(_agrees(script, call) for call in script.calls_in(loops[0])):
             continue
         for node in ast.walk(loops[0]):
             checks = (
@@ -367,9 +393,7 @@ def exception_skips_backward(script: Script) -> Iterator[Fault]:
                 continue
             for handler in one.handlers:
                 ends = any(isinstance(part, ast.Raise | ast.Break | ast.Return) for part in ast.walk(handler))
-                quits = any(
-                    called_name(call) in ("exit", "_exit", "abort", "all_reduce") for call in script.calls_in(handler)
-                )
+                ends = ends or not all(called_name(call) in _HARMLESS for call in script.calls_in(handler))
                 interrupt = "Interrupt" in ast.unparse(handler.type) if handler.type else False
-                if not ends and not quits and not interrupt:
+                if not ends and not interrupt:
                     yield script.fault(handler)
