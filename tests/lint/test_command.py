@@ -166,3 +166,15 @@ def test_neither_torch_nor_libcst_is_loaded_without_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert done.stdout == "no findings in 1 file\n\n", done.stderr
+
+
+def test_a_sampler_that_may_be_another_one_is_not_repaired(lint) -> None:
+    text = (HERE / "SW101" / "bad.py").read_text()
+    one = "    sampler = DistributedSampler(data)  # fault\n"
+    either = (
+        "    sampler = RandomSampler(data)\n    if dist.is_initialized():\n        sampler = DistributedSampler(data)\n"
+    )
+    for changed in (text.replace(one, either), text.replace("in range(2)", "in ('a', 'b')")):
+        assert changed != text
+        Path("a.py").write_text(changed)
+        assert "SW101" in lint("a.py")[1] and lint("a.py", "--fix")[1].startswith("0 fixes applied")

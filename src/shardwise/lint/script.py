@@ -303,6 +303,16 @@ class Script:
         owner = method.value if isinstance(method, ast.Attribute) else None
         return owner is not None and self.made_by(owner).startswith("accelerate.")
 
+    def shards_by_accelerate(self, method: ast.AST) -> bool:
+        """Whether ``method`` is one of an Accelerator that the script itself gives FSDP or DeepSpeed.
+
+        With plain DDP its saves are no collectives; what `accelerate launch` chooses is not in the script.
+        """
+        made = self.origin(method.value) if isinstance(method, ast.Attribute) else None
+        plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+        given = [keyword(made, name) for name in plugins] if isinstance(made, ast.Call) else []
+        return self.is_accelerator(method) and any(one is not None and not is_constant(one, None) for one in given)
+
     def is_fabric(self, method: ast.AST) -> bool:
         """Whether ``method`` is one of a Fabric."""
         owner = method.value if isinstance(method, ast.Attribute) else None

@@ -13,3 +13,11 @@ def main():
     dcp.save(state, checkpoint_id=place[0])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def accelerated(accelerator):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    if accelerator.is_main_process:
+        accelerator.save_state("checkpoint")

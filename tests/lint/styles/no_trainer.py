@@ -5,7 +5,7 @@ import math
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from datasets import load_dataset
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -23,7 +23,8 @@ def parse_args():
 
 def main():
     args = parse_args()
-    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps, fsdp_plugin=plugin)
     set_seed(0)
     rows = load_dataset("json", data_files={"train": "train.jsonl", "valid": "valid.jsonl"})
     train_loader = DataLoader(rows["train"], shuffle=True, collate_fn=default_data_collator, batch_size=8)

@@ -38,9 +38,11 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Fault]:
             continue
         given = keyword(loader, "sampler")
         edits: tuple[Insert, ...] = ()
-        same = isinstance(given, ast.Name) and script.scope(loader) is script.scope(loop)
-        if same and isinstance(outer, ast.For) and isinstance(outer.target, ast.Name) and isinstance(given, ast.Name):
-            edits = (Insert(place_of(outer.body[0]), f"{given.id}.set_epoch({outer.target.id})"),)
+        if isinstance(given, ast.Name) and script.scope(loader) is script.scope(loop) and isinstance(outer, ast.For):
+            always = all(script.is_torch(one, "DistributedSampler") for one in script.values(given))
+            counts = isinstance(outer.iter, ast.Call) and called_name(outer.iter) in ("range", "trange")
+            if always and counts and isinstance(outer.target, ast.Name):
+                edits = (Insert(place_of(outer.body[0]), f"{given.id}.set_epoch({outer.target.id})"),)
         yield script.fault(made, "", *edits)
 
 

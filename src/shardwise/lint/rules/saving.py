@@ -86,7 +86,8 @@ def sharded_state_on_some_ranks(script: Script) -> Iterator[Fault]:
         if name == "state_dict":
             sharded = bool(script.wrapped(owner(call), call) & _SHARDED)
         elif name in getters:
-            sharded = script.name(call.func).startswith("torch.distributed.") or script.is_accelerator(call.func)
+            full = script.name(call.func)
+            sharded = full.startswith("torch.distributed.") or script.shards_by_accelerate(call.func)
         else:
             continue
         if sharded and reached_by(script, call):
@@ -105,7 +106,7 @@ def collective_save_on_some_ranks(script: Script) -> Iterator[Fault]:
     for call in script.calls:
         name, full = called_name(call), script.name(call.func)
         checkpoint = full.startswith("torch.distributed.checkpoint.") and name in ("save", "load", "async_save")
-        accelerate = name in ("save_state", "load_state") and script.is_accelerator(call.func)
+        accelerate = name in ("save_state", "load_state") and script.shards_by_accelerate(call.func)
         engine = name in ("save_checkpoint", "load_checkpoint") and "deepspeed" in script.wrapped(owner(call), call)
         fabric = name == "save" and script.is_fabric(call.func)
         zero = name == "consolidate_state_dict"
