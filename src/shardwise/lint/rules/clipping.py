@@ -148,14 +148,12 @@ def clipped_past_accelerate(script: Script) -> Iterator[Fault]:
     half = any(getattr(keyword(call, "mixed_precision"), "value", "") == "fp16" for call in made)
     if not half or script.mentions("unscale_gradients"):
         return
-    names = {ast.unparse(one.targets[0]) for call in made if isinstance(one := script.parent[call], ast.Assign)}
     for call in script.torch_calls(*_CLIPS):
-        code = f"{min(names)}.{called_name(call)}" if len(names) == 1 else ""
-        backward = any(
-            script.is_accelerator(one.func) and script.scope(one) is script.scope(call) for one in script.trains
-        )
-        if backward:
-            yield script.fault(call, "", *((replace(call.func, code),) if code else ()))
+        for one in script.trains:
+            if script.is_accelerator(one.func) and script.scope(one) is script.scope(call):
+                code = f"{ast.unparse(owner(one) or one)}.{called_name(call)}"
+                yield script.fault(call, "", replace(call.func, code))
+                break
 
 
 @rule(

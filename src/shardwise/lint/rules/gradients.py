@@ -409,7 +409,9 @@ def backward_past_accelerate(script: Script) -> Iterator[Fault]:
     for backward in script.trains:
         loss = loss_of(script, backward)
         if not backward.args and loss is owner(backward) and isinstance(loss, ast.Name):
-            yield script.fault(backward, "", replace(backward, f"{names.copy().pop()}.backward({loss.id})"))
+            name, known = min(names), {script.scope(call) for call in accelerators} | {script.tree}
+            edit = replace(backward, f"{name}.backward({loss.id})")
+            yield script.fault(backward, "", *((edit,) if known <= {script.scope(backward), script.tree} else ()))
 
 
 @rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardwise.lint.fixes import SetKeyword, place_of, replace
+from shardwise.lint.fixes import SetKeyword, place_of
 from shardwise.lint.rank_tests import perhaps_guarded, ranks_of, reached_by
 from shardwise.lint.rule import Fault, rule
 from shardwise.lint.script import Script, argument, called_name, has_word, is_constant, keyword, owner
@@ -131,8 +131,7 @@ def saved_names_begin_with_module(script: Script) -> Iterator[Fault]:
         return
     for call, model in _saved_models(script):
         if "ddp" in script.wrapped(model, call):
-            edits = (replace(model, f"{model.id}.module"),) if isinstance(model, ast.Name) else ()
-            yield script.fault(model, "", *edits)
+            yield script.fault(model)
 
 
 def _saved_models(script: Script) -> Iterator[tuple[ast.Call, ast.expr]]:
@@ -203,7 +202,10 @@ def all_ranks_load_onto_gpu_0(script: Script) -> Iterator[Fault]:
         if script.name(call.func) != "torch.load" or argument(call, 1, "map_location") is not None:
             continue
         if not reached_by(script, call) and not any(one.arg is None for one in call.keywords):
-            yield script.fault(call, "", SetKeyword(place_of(call), "map_location", '"cpu"'))
+            outer = script.parent.get(call)
+            copied = isinstance(outer, ast.Call) and called_name(outer) == "load_state_dict"
+            edit = SetKeyword(place_of(call), "map_location", '"cpu"')
+            yield script.fault(call, "", *((edit,) if copied else ()))
 
 
 @rule(
