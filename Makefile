@@ -54,8 +54,9 @@ bench: $(TOOLS)  ## step time against a plain hand-written loop, paired in one r
 accuracy: $(TOOLS)  ## predictions against published and own measurements: all tables and plots again
 	$(BIN)/python benchmarks/accuracy/run.py
 
-docs: $(TOOLS)   ## write docs/config.md from the schema of the config file
+docs: $(TOOLS)   ## write docs/config.md from the schema of the config file, docs/lint-rules.md from the rules
 	$(BIN)/python -m tests.golden.test_config_page --write
+	$(BIN)/python -m tests.golden.test_lint_rules --write
 
 clean:           ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -160,6 +160,7 @@ def facts(
         ),
         ([facts(0, call(5, "recv", peer=True)), facts(1)], Reason.CODE, (1,)),
         ([facts(0, call(5, "recv", peer=True)), facts(1, call(5, "send", size=4, peer=True))], Reason.LINK, (0, 1)),
+        ([facts(0, file="x/torch/distributed/pipelining/schedules.py"), facts(1)], Reason.CODE, (1,)),
         ([facts(0, call(5)), facts(1, call(5))], Reason.LINK, (0, 1)),
         ([facts(0), facts(1)], None, ()),
         ([facts(0, call(5, pending=False)), facts(1, call(4, pending=False))], None, ()),

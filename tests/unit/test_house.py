@@ -43,6 +43,7 @@ LAYERS = (
     "watch",
     "launch",
     "interop",
+    "lint",
     "report",
     "run",
     "doctor",

@@ -185,6 +185,12 @@ _verb(
     "Example: shardwise doctor --nproc 2",
 )
 _verb(
+    "lint",
+    "lint:run_lint",
+    "Find what will go wrong on many ranks in training scripts, launch files and configs; nothing is run.\n\n"
+    "Example: shardwise lint examples",
+)
+_verb(
     "report",
     "report:run_report",
     "Write a self-contained HTML report of a run: loss, throughput, step time, memory, receipts, findings.\n\n"

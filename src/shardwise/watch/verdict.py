@@ -12,6 +12,7 @@ from shardwise.watch.lines import telling_line
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
 
 _SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather", "reduce", "barrier")
+_DISTRIBUTED = "/torch/distributed/"
 _LOADER, _DISK = ("/torch/utils/data/", "/shardwise/train/data/"), ("/shardwise/checkpoint/",)
 
 
@@ -66,7 +67,7 @@ def judge(facts: Sequence[RankFacts], *, whole: bool = True) -> Verdict | None:
 
     ``facts`` are of ranks that do not move. ``whole``: they are all ranks of the run, and not those of one node only.
     """
-    for test in (_gone, _stopped, _mismatched, _awaited):
+    for test in (_gone, _stopped, _mismatched, _awaited, _piped):
         found = test(facts)
         if found is not None:
             return found
@@ -177,8 +178,26 @@ def _reached(rank: int, waits_for: dict[int, set[int]]) -> set[int]:
     return reached
 
 
+def _piped(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks in other code while the next stage of a pipeline waits: the recorder does not know gloo's sends and receives.
+
+    Only the stack tells that a rank waits in one.
+    """
+    if any(_pending(one.state) is not None for one in facts):
+        return None
+    waiting = [one for one in facts if one.state is not None and _in_library(one.state)]
+    absent = [one for one in facts if one.state is not None and not _in_library(one.state)]
+    if not waiting or not absent:
+        return None
+    return _held_up(absent, waiting, waiting[0], None)
+
+
+def _in_library(state: RankState) -> bool:
+    return bool(state.stack) and _DISTRIBUTED in state.stack[-1].file
+
+
 def _held_up(
-    absent: Sequence[RankFacts], waiting: Sequence[RankFacts], first: RankFacts, call: CollectiveCall
+    absent: Sequence[RankFacts], waiting: Sequence[RankFacts], first: RankFacts, call: CollectiveCall | None
 ) -> Verdict:
     """Ranks that ``waiting`` ones wait for, of which ``first`` is in ``call``."""
     one = absent[0]
@@ -190,10 +209,11 @@ def _held_up(
     }.get(reason, "is in other code")
     line = "" if one.state is None else f" {_where(one)}"
     wait = "waits" if len(waiting) == 1 else "wait"
+    joined = "a send or a receive" if call is None else call.call
     return Verdict(
         reason,
         _ranks(absent),
-        f"{_who(absent)} {what} in {_phase(one)}{line}; {_who(waiting)} {wait} for it in {call.call} {_where(first)}",
+        f"{_who(absent)} {what} in {_phase(one)}{line}; {_who(waiting)} {wait} for it in {joined} {_where(first)}",
     )
 
 

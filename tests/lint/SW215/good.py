@@ -1,0 +1,12 @@
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def main():
+    dist.init_process_group("gloo")
+    loss = F.mse_loss(torch.ones(3), torch.zeros(3))
+    dist.all_reduce(loss)
+    shown = loss.item() / dist.get_world_size()
+    dist.destroy_process_group()
+    return shown

@@ -1,0 +1,19 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DDP(nn.Linear(2, 1))
+    for step in range(4):
+        loss = model(torch.ones(2)).mean()
+        loss.backward()
+        stop = torch.tensor(rank == 0 and step == 1)
+        dist.broadcast(stop, 0)
+        if stop.item():
+            break
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,16 @@
+import io
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = DDP(nn.Linear(4, 1))
+    file = io.BytesIO()
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), file)
+    dist.destroy_process_group()
+    return b"module.weight" in file.getvalue() or b"weight" not in file.getvalue()

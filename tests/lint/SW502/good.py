@@ -1,0 +1,15 @@
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for parameter in model[0].parameters():
+        parameter.requires_grad = False
+    model = DDP(model)
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+    dist.destroy_process_group()

@@ -1,0 +1,11 @@
+import torch
+import torch.distributed as dist
+
+
+def main():
+    dist.init_process_group("nccl")  # fault
+    dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+import torch
+from accelerate import Accelerator
+
+
+def train(model, optimizer, loader):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        loss = model(x).mean()
+        accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # fault
+        optimizer.step()
+        optimizer.zero_grad()

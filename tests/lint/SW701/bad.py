@@ -1,0 +1,7 @@
+import os
+
+import torch.distributed as dist
+
+os.environ["NCCL_BLOCKING_WAIT"] = "1"  # fault
+os.environ.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")  # fault
+dist.init_process_group("nccl")

@@ -1,0 +1,3 @@
+#!/bin/bash
+cd "$(dirname "$0")"
+python example.py --epochs 3  # fault
