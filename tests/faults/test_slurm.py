@@ -76,6 +76,7 @@ def test_two_nodes_train_as_one_machine_does(cluster: slurm.Slurm, tmp_path: Pat
     assert weights(tmp_path / "slurm") == weights(tmp_path / "local")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_requeued_preempted_and_without_a_node_it_ends_as_if_nothing_had_happened(
     cluster: slurm.Slurm, tmp_path: Path

@@ -179,10 +179,7 @@ def _reached(rank: int, waits_for: dict[int, set[int]]) -> set[int]:
 
 
 def _piped(facts: Sequence[RankFacts]) -> Verdict | None:
-    """Ranks in other code while the next stage of a pipeline waits: the recorder does not know gloo's sends and receives.
-
-    Only the stack tells that a rank waits in one.
-    """
+    """Ranks in other code while a pipeline's next stage waits; by the stacks, as gloo's sends are not recorded."""
     if any(_pending(one.state) is not None for one in facts):
         return None
     waiting = [one for one in facts if one.state is not None and _in_library(one.state)]
