@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -103,7 +102,7 @@ def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "-m", "tests.hanging_loop", str(tmp_path)],
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), "TMPDIR": str(tmp_path)},
         text=True,
         capture_output=True,
     )
@@ -111,7 +110,7 @@ def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     assert len(said) == 1 and "rank 1 in all_reduce(float [3])" in said[0], done.stderr
     assert "hanging_loop.py:19 in main `dist.all_reduce(torch.ones(3))`" in said[0]
     assert done.returncode and "exitcode  : 3" in done.stderr
-    assert (tmp_path / "watch.json").exists() and not list(Path(tempfile.gettempdir()).glob("shardwise-watch-*"))
+    assert (tmp_path / "watch.json").exists() and not list(tmp_path.glob("shardwise-watch-*"))
 
 
 # the judge, on facts

@@ -23,10 +23,12 @@ BUSY_S = 600.0
 SLOW_S = 20.0
 """Computation of a rank after which it is named, if its phase has taken far less before."""
 RECOVER_S = 120.0
-"""Time that a rank which does nothing has left after it was named; `BUSY_S` if it computes, reads or writes."""
+"""Time that a rank which does nothing has left after it was named; five times that if it waits for a disk or for data,
+and `BUSY_S` if it computes."""
 
 _POLL_S, _LOOK_S, _ANSWER_S = 0.25, 0.5, 1.0
 _FACTOR = 3.0  # a phase may take so often the longest time that it has taken
+_SLOWER = 5.0
 _WORKS = 0.05  # share of a core that counts as work
 
 
@@ -101,8 +103,9 @@ class Monitor:
             self.verdict, self._named_at, self.since_s = found, now, quiet
             self._write({"verdict": found, "quiet_s": quiet, "facts": facts})
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
-        working = found.reason in SLOW or any(one.works for one in facts if one.rank in found.ranks)
-        self.ends = found.reason in CERTAIN or now - self._named_at > (BUSY_S if working else RECOVER_S)
+        working = any(one.works for one in facts if one.rank in found.ranks)
+        patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW else 1.0)
+        self.ends = found.reason in CERTAIN or now - self._named_at > patience
         return [] if self.ends else lines
 
     def _facts(self, beats: list[Beat], now: float) -> list[RankFacts]:
