@@ -170,6 +170,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
         observers=[],
         phase_watchers=[],
         header=[],
+        at_close=[],
     )
     one = Attribution.attach(session)
     one.on_prepared(session)

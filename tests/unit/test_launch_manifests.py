@@ -1,6 +1,6 @@
 """Files of ``shardwise launch``: shells and YAML parse, Kubernetes' schemas accept them, hostile names stay words.
 
-Schemas of the custom resources are those of `tests/recorded/kubernetes`; pods and jobs are checked against Kubernetes'
+Schemas of the custom resources are those of `tests/kubernetes`; pods and jobs are checked against Kubernetes'
 own. An API server has more rules (CEL), and none ran.
 """
 
@@ -22,7 +22,7 @@ from shardwise.launch.engines.render import pod_value, sbatch_value, unfit_for_s
 from shardwise.launch.engines.torchrun import torchrun_line
 from tests.golden.test_launch_files import FOLDER, OPTIONS, files, request
 
-SCHEMAS = Path(__file__).parents[1] / "recorded" / "kubernetes"
+SCHEMAS = Path(__file__).parents[1] / "kubernetes"
 KINDS = {"TrainJob": "trainjob-v1alpha1", "JobSet": "jobset-v1alpha2"}
 MANIFESTS = [name for name in files() if name.endswith(".kubernetes.yaml")]
 HOSTILE = "a b'c\"d\n$(touch pwned)`touch pwned`;{{ x }}: #é\\.toml"
