@@ -48,7 +48,7 @@ _LAUNCHERS = {
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 """Launchers that name ranks in variables of their own: rank, world size, rank on the node, ranks on the node."""
-_FIRST_PORT, _PORTS = 15000, 16000  # below the range that systems hand out by themselves
+FIRST_PORT, PORTS = 15000, 16000  # below the range that systems hand out by themselves
 _STEERING = ("TORCH", "PYTORCH", "NCCL", "GLOO", "CUDA", "CUBLAS", "NVIDIA_TF32", "OMP", "KMP", "GOMP", "MKL", "LD_")
 _SECRET = re.compile("KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN")
 
@@ -235,7 +235,7 @@ def _as_torchrun(launcher: str, names: Sequence[str]) -> dict[str, str]:
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
         "MASTER_ADDR": given,
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_FIRST_PORT + meeting % _PORTS),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(FIRST_PORT + meeting % PORTS),
     }
 
 

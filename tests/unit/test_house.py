@@ -200,6 +200,11 @@ def up_the_layers(source: Source) -> Iterator[str]:
     for name in needs(source):
         if name.split(".")[0] not in LAYERS[: LAYERS.index(source.layer) + 1]:
             yield f"imports {name}, which is above it"
+    for node in source.nodes:
+        plain = isinstance(node, ast.Import) and any(alias.name == "shardwise" for alias in node.names)
+        taken = imported(node, source) if isinstance(node, ast.ImportFrom) and node.module == "shardwise" else []
+        if plain or any(name.removeprefix("shardwise.") not in NAMES for name in taken[1:]):
+            yield f"imports the package itself in line {node.lineno}, which is above all layers"
 
 
 def environment_elsewhere(source: Source) -> Iterator[str]:

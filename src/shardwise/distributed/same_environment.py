@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import shardwise
 from shardwise.environment import Rendezvous, gloo_interfaces, launcher, nccl_interfaces
 from shardwise.units import listed
 
@@ -120,7 +119,7 @@ def missing_text(hellos: Sequence[Hello], place: Rendezvous, waited_s: float) ->
 @functools.cache
 def code_digest() -> str:
     """Return a checksum of this package's source."""
-    root, digest = Path(shardwise.__file__).parent, 0
+    root, digest = Path(__file__).parents[1], 0
     for path in sorted(root.rglob("*.py")):
         digest = zlib.crc32(path.read_bytes(), zlib.crc32(path.relative_to(root).as_posix().encode(), digest))
     return f"{digest:08x}"

@@ -31,10 +31,6 @@ class SetKeyword:
     name: str
     value: str
 
-    def describe(self) -> str:
-        """Say what is changed."""
-        return f"{self.name}={self.value}"
-
 
 @dataclass(frozen=True)
 class RemoveKeyword:
@@ -42,10 +38,6 @@ class RemoveKeyword:
 
     place: Place
     name: str
-
-    def describe(self) -> str:
-        """Say what is changed."""
-        return f"without {self.name}="
 
 
 @dataclass(frozen=True)
@@ -56,10 +48,6 @@ class Replace:
     end: Place
     code: str
 
-    def describe(self) -> str:
-        """Say what is changed."""
-        return self.code
-
 
 @dataclass(frozen=True)
 class Insert:
@@ -68,10 +56,6 @@ class Insert:
     place: Place
     code: str
     after: bool = False
-
-    def describe(self) -> str:
-        """Say what is changed."""
-        return self.code
 
 
 def replace(node: ast.expr, code: str) -> Replace:
@@ -94,7 +78,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> tuple[str, int]:
     made = 0
     by_place: dict[Place, list[Edit]] = {}
     for edit in dict.fromkeys(edits):
-        by_place.setdefault(edit.place, []).append(edit)  # type: ignore[attr-defined]  # each of them has one
+        by_place.setdefault(edit.place, []).append(edit)
 
     class Editor(libcst.CSTTransformer):
         def on_leave(self, original_node: Any, updated_node: Any) -> Any:

@@ -16,8 +16,9 @@ Severity = Literal["error", "warning"]
 class Edit(Protocol):
     """A change of a script that keeps its meaning but for the fault."""
 
-    def describe(self) -> str:
-        """Say in a few words what is changed."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """Line, and column in bytes of UTF-8, of what is changed."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from shardwise.environment import FIRST_PORT, PORTS
 from shardwise.hardware.gpus import GpuSpec
+from shardwise.train.run_files import RunFile
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 NO_INTERFACE = "NCCL and gloo each choose a network interface. If they choose wrong: shardwise launch --interface NAME."
 RANKS_END_S = 20  # of the grace period, for torchrun and the engine to end after the ranks
-FIRST_PORT, PORTS = 15000, 16000  # below the range that systems hand out by themselves
 LONGEST_NAME = 40  # a pod's host name adds to it, and has at most 63 letters
 
 
@@ -117,7 +118,7 @@ class LaunchRequest:
     @property
     def preempted(self) -> str:
         """File that rank 0 writes when it has saved and wants to be started again."""
-        return str(PurePosixPath(self.output) / "preempted")
+        return str(PurePosixPath(self.output) / RunFile.PREEMPTED)
 
 
 def job_name(text: str) -> str:

@@ -6,7 +6,8 @@ import re
 import shlex
 from pathlib import Path, PurePosixPath
 
-from shardwise.launch.engines.launch_request import FIRST_PORT, PORTS, LaunchRequest
+from shardwise.environment import FIRST_PORT, PORTS
+from shardwise.launch.engines.launch_request import LaunchRequest
 from shardwise.launch.engines.render import render, sbatch_value, unfit_for_sbatch
 
 NAMED = ("partition", "account", "qos", "time")
