@@ -13,15 +13,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
+import torch
 
 from shardwise.watch import monitor
-from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, read_beat
+from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_beat
 from shardwise.watch.monitor import Monitor
-from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
-from shardwise.watch.verdict import RankFacts, Reason, Verdict, judge
+from shardwise.watch.nodes import Nodes
+from shardwise.watch.rank_facts import RankFacts
+from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, tell_end
+from shardwise.watch.rank_watch import _private
+from shardwise.watch.verdict import Reason, Verdict, judge
 from tests.cli.configs import ROOT, environment, losses, write_config
 from tests.commands import shardwise
+from tests.slurm import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +106,7 @@ def test_a_run_is_the_same_without_it(tmp_path: Path) -> None:
 def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "tests.hanging_loop", str(tmp_path)],
+        [*command, "-m", "tests.hanging_loop", str(tmp_path), "collective"],
         cwd=ROOT,
         env={**environment(), "TMPDIR": str(tmp_path)},
         text=True,
@@ -108,9 +114,35 @@ def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     )
     said = [line for line in done.stderr.splitlines() if line.startswith("shardwise: all ranks were ended")]
     assert len(said) == 1 and "rank 1 in all_reduce(float [3])" in said[0], done.stderr
-    assert "hanging_loop.py:19 in main `dist.all_reduce(torch.ones(3))`" in said[0]
+    assert "hanging_loop.py:22 in main `dist.all_reduce(torch.ones(3))`" in said[0]
     assert done.returncode and "exitcode  : 3" in done.stderr
     assert (tmp_path / "watch.json").exists() and not list(tmp_path.glob("shardwise-watch-*"))
+
+
+def test_two_nodes_tell_each_other(tmp_path: Path) -> None:
+    """On neither node alone would one see who waits for whom: rank 1 sleeps on one, rank 0 waits on the other."""
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "watch"]
+    agents = [
+        subprocess.Popen(
+            [*command, "--rdzv-conf", f"is_host={int(node == 0)}", "-m", "tests.hanging_loop", str(tmp_path), "sleep"],
+            cwd=ROOT,
+            env={**environment(), "TMPDIR": str(tmp_path)},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for node in range(2)
+    ]
+    stream = agents[0].stderr
+    assert stream is not None
+    said = next((line for line in stream if "nothing has moved" in line), "")
+    for agent in agents:
+        agent.terminate()
+    rest = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert "rank 1 on " in said and "is in other code in step 6, phase" in said, said
+    assert "`time.sleep(1000.0)`; rank 0 on" in said and "waits for it in" in said, said
+    assert "nothing has moved" not in rest[1]  # rank 0's console says it, once
 
 
 # the judge, on facts
@@ -122,10 +154,10 @@ def call(number: int, name: str = "all_reduce", size: int = 3, group: str = "0",
 
 
 def facts(
-    rank: int, *calls: CollectiveCall, letter: str = "S", phase: str = "forward", file: str = "u.py"
+    rank: int, *calls: CollectiveCall, status: str = psutil.STATUS_SLEEPING, phase: str = "forward", file: str = "u.py"
 ) -> RankFacts:
     beat = Beat(rank, 100 + rank, 7, phase, 0, 0, {})
-    return RankFacts(beat, letter, False, RankState(rank, (Frame(file, 3, "f", "x"),), calls))
+    return RankFacts(beat, status, False, RankState(rank, (Frame(file, 3, "f", "x"),), calls))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +167,8 @@ def facts(
         ([facts(0, call(5)), facts(1, phase="data")], Reason.LOADER, (1,)),
         ([facts(0, call(5)), facts(1, file="x/torch/utils/data/dataloader.py")], Reason.LOADER, (1,)),
         ([facts(0, call(5)), facts(1, file="x/shardwise/checkpoint/save.py")], Reason.DISK, (1,)),
-        ([facts(0, call(5)), facts(1, letter="T")], Reason.STOPPED, (1,)),
-        ([facts(0, call(5)), facts(1, letter="")], Reason.GONE, (1,)),
+        ([facts(0, call(5)), facts(1, status=psutil.STATUS_STOPPED)], Reason.STOPPED, (1,)),
+        ([facts(0, call(5)), facts(1, status="")], Reason.GONE, (1,)),
         ([facts(0, call(5)), replace(facts(1), state=None)], Reason.NATIVE, (1,)),
         ([facts(0, call(5)), facts(1, call(5, size=4))], Reason.SHAPES, (0, 1)),
         ([facts(0, call(5)), facts(1, call(5)), facts(2, call(5, "all_gather"))], Reason.COLLECTIVES, (2,)),
@@ -170,17 +202,47 @@ def test_who_holds_the_others_up(ranks: list[RankFacts], reason: Reason | None, 
     assert (None if found is None else (found.reason, found.ranks)) == (None if reason is None else (reason, blamed))
 
 
-def test_ranks_of_one_node_do_not_tell_that_a_link_is_cut() -> None:
-    assert judge([facts(0, call(5)), facts(1, call(5))], whole=False) is None
+def test_nodes_that_say_nothing_are_named() -> None:
+    found = judge([facts(0, call(5)), facts(1, call(5))], silent=[2, 3])
+    assert found is not None and (found.reason, found.ranks) == (Reason.LINK, (2, 3))
+    assert "ranks 0 and 1 wait in all_reduce(float [3])" in found.text and "the node of ranks 2 and 3" in found.text
+    assert judge([facts(0, call(5)), facts(1, call(5, pending=False))], silent=[2, 3]) is None
+    assert judge([facts(0), facts(1)], silent=[2, 3]) is None
+
+
+def test_a_shape_that_did_no_harm_is_not_blamed() -> None:
+    """A last batch may be smaller on one rank; what they hang in later is another matter."""
+    smaller = [call(5, pending=False, size=4), call(6)]
+    found = judge([facts(0, call(5, pending=False), call(6)), facts(1, *smaller)])
+    assert found is not None and found.reason is Reason.LINK
+    found = judge([facts(0, call(5)), facts(1, *smaller[:1])])
+    assert found is not None and found.reason is Reason.SHAPES
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([facts(0, call(5)), facts(1), facts(2)], "ranks 1 and 2 are in other code"),
+        ([facts(0, call(5)), facts(1, status=""), facts(2, status="")], "ranks 1 and 2 have ended (process 101, 102)"),
+        ([facts(0, call(5)), facts(1, status=psutil.STATUS_STOPPED), facts(2, status=psutil.STATUS_STOPPED)],
+         "ranks 1 and 2 are stopped (SIGSTOP) in step 7, phase forward, and the others wait for them; "
+         "kill -CONT 101 102 lets them go on"),
+        ([facts(0, call(5)), facts(1, phase="data"), facts(2, phase="data")],
+         "ranks 1 and 2 wait for their data loader"),
+    ],
+)  # fmt: skip
+def test_several_ranks_in_plain_words(ranks: list[RankFacts], says: str) -> None:
+    found = judge(ranks)
+    assert found is not None and says in found.text
 
 
 # deadlines
 
 
 def quiet(tmp_path: Path, verdict: Verdict, *, works: bool, longest_s: float, quiet_s: float) -> bool:
-    one = Monitor(tmp_path, (0, 1), tmp_path / "watch.json")
+    one = Monitor(tmp_path, 2, tmp_path / "watch.json")
     beat = Beat(1, 1, 7, "forward", 0, 0, {"forward": int(longest_s * 1e9)})
-    return one._believes(verdict, [RankFacts(beat, "S", works, None)], quiet_s)
+    return one._believes(verdict, [RankFacts(beat, psutil.STATUS_SLEEPING, works, None)], quiet_s)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +282,71 @@ def test_a_heartbeat_is_read_from_another_process_view(tmp_path: Path) -> None:
 
 
 def test_it_says_when_the_ranks_go_on(tmp_path: Path) -> None:
-    one = Monitor(tmp_path, (0,), tmp_path / "watch.json")
+    one = Monitor(tmp_path, 1, tmp_path / "watch.json")
     one.verdict, one._named_at = Verdict(Reason.STOPPED, (0,), "rank 0 is stopped"), time.monotonic() - 12
     Heartbeat(tmp_path, 0).phase("data")
     assert one.check() == ["the ranks go on after 12.0 s"]
     assert json.loads((tmp_path / "watch.json").read_text())["events"][0]["recovered_after_s"] > 11
+
+
+def test_nobody_else_is_obeyed(tmp_path: Path) -> None:
+    """Users of a machine see each other's abstract sockets: a request needs the secret in a file of this user."""
+    folder = _private(tmp_path / "watch")
+    responder = Responder(folder, 1)
+    try:
+        assert ask(folder, [1, 2], 5.0)[1].rank == 1
+        key = folder / "rank-1.key"
+        assert (folder.stat().st_mode & 0o777, key.stat().st_mode & 0o777) == (0o700, 0o600)
+        name, secret = key.read_text().split()
+        key.write_text(f"{name} {'00' * (len(secret) // 2)}")
+        assert ask(folder, [1], 0.3) == {}
+        tell_end(folder, 1)  # of another secret; else this process ends
+        time.sleep(0.1)
+    finally:
+        responder.close()
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(folder)
+    for name in ("open", "link"):
+        with pytest.raises(PermissionError, match="others may open it"):
+            _private(tmp_path / name)
+
+
+def test_a_heartbeat_that_cannot_be_written_is_removed(tmp_path: Path) -> None:
+    """One that stays would look like a rank that does not move."""
+    beat = Heartbeat(tmp_path, 0)
+    beat.phase("a phase of tomorrow")
+    found = read_beat(tmp_path, 0)
+    assert found is not None and found.phase == "other"
+    with mock.patch("os.pwrite", side_effect=OSError(28, "No space left on device")):
+        beat.phase("data")
+    assert ranks_here(tmp_path) == [] and read_beat(tmp_path, 0) is None
+    beat.phase("forward")
+    beat.close()
+
+
+def test_a_long_silence_is_looked_at_less_and_less(tmp_path: Path) -> None:
+    """An evaluation or a compile may last an hour; its ranks are not asked twice a second for so long."""
+    for rank in (0, 1):
+        Heartbeat(tmp_path, rank)
+    one = Monitor(tmp_path, 2, tmp_path / "watch.json")
+    waits = []
+    for quiet_s in (2.0, 20.0, 600.0):
+        now = time.monotonic() + quiet_s
+        with mock.patch("time.monotonic", return_value=now):
+            one.check()
+        waits.append(round(one._next - now, 1))
+    assert waits == [0.5, 2.0, 5.0]
+
+
+def test_a_node_is_silent_only_if_it_was_watched() -> None:
+    store = torch.distributed.HashStore()
+    first, second = Nodes(store, 2), Nodes(store, 2)
+    first.greet([0])
+    assert first.swap([facts(0, call(5))]) == [] and first.silent([facts(0)]) is None
+    second.greet([1])
+    assert first.swap([facts(0, call(5))]) == [] and first.silent([facts(0)]) == [1]
+    assert second.swap([facts(1)]) == [facts(0, call(5))]
+    assert first.swap([facts(0, call(5))]) == [facts(1)] and first.silent([facts(0), facts(1)]) == []
+    second.moving()
+    assert first.swap([facts(0, call(5))]) == []
+    assert judge([facts(0, call(5))], silent=None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -170,7 +171,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
         observers=[],
         phase_watchers=[],
         header=[],
-        at_close=[],
+        at_close=contextlib.ExitStack(),
     )
     one = Attribution.attach(session)
     one.on_prepared(session)

@@ -302,7 +302,7 @@ def monitor(job: Job) -> Monitor | None:
     output = Path(job.config.train.output)
     shutil.rmtree(output / RunFile.HEARTBEATS, ignore_errors=True)
     (output / RunFile.WATCH).unlink(missing_ok=True)
-    return Monitor(output / RunFile.HEARTBEATS, tuple(range(world)), output / RunFile.WATCH)
+    return Monitor(output / RunFile.HEARTBEATS, world, output / RunFile.WATCH)
 
 
 def threads(job: Job) -> int:

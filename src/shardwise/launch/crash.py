@@ -40,7 +40,7 @@ def raised_at(traceback: str) -> str:
 def met_another_collective(crash: str, log: str) -> bool:
     """Return whether a rank that SIGABRT ended had met other ranks in another collective, or another shape.
 
-    gloo says so in the log; rank 0's is the console, and there the collective in which it stood has to do.
+    gloo says so in the log. Rank 0's is the console; there a collective in which it stood makes it likely, no more.
     """
     stack = _main_thread(crash)[:8]
     return _SIZES_DIFFER in log or (not log and any(part in " ".join(one) for one in stack for part in _COLLECTIVES))

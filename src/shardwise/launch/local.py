@@ -454,7 +454,8 @@ def _apart(world: _World, blamed: _Fault) -> str:
     log = "\n".join(_tail(blamed.rank, _CRASH_LINES)) if blamed.rank.rank else ""
     if blamed.message != (str(-signal.SIGABRT),) or not met_another_collective(blamed.rank.crash, log):
         return ""
-    lines = ["ranks met in different collectives, or in one with different shapes, which gloo ends by SIGABRT:"]
+    known = "ranks met" if log else "SIGABRT in a collective: it is likely that ranks met"
+    lines = [f"{known} in different collectives, or in one with different shapes, which gloo ends by SIGABRT:"]
     for rank in world.ranks:
         stood = stood_at(rank.crash) or raised_at("" if rank.report is None else rank.report.traceback)
         lines.append(f"    rank {rank.rank}: {stood or 'at an unknown line'}")

@@ -7,6 +7,7 @@ synchronises. `shardwise train` uses this class too; there is no second implemen
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -112,7 +113,7 @@ class Session:
     """Training session on this rank; create one with ``shardwise.start``.
 
     ``plan`` is set by `prepare`. ``phase`` is the current phase, for observers; functions in ``phase_watchers`` are
-    called when it changes, those in ``at_close`` once at the end. ``header`` is sent with each step's first message.
+    called when it changes, and ``at_close`` is unwound at the end. ``header`` is sent with each step's first message.
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it.
@@ -133,7 +134,7 @@ class Session:
     timekeeper: Timekeeper | None = None
     reporter: Reporter | None = None
     header: list[StepHeader] = field(default_factory=list)
-    at_close: list[Callable[[], None]] = field(default_factory=list)
+    at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
@@ -272,7 +273,7 @@ class Session:
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         if self._plan.optimizer_in_backward:
             self.in_backward = InBackward(self._optimizer)
-            self.at_close.append(self.in_backward.remove)
+            self.at_close.callback(self.in_backward.remove)
         self.scaler = grad_scaler(self._plan)
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
@@ -513,8 +514,7 @@ class Session:
             self._leave()
 
     def _leave(self) -> None:
-        while self.at_close:
-            self.at_close.pop()()
+        self.at_close.close()
         if self._applied is not None and self._applied.engine is not None:
             self._applied.engine.close()
         leave(self.ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -10,9 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwise.environment import rendezvous
 from shardwise.watch.monitor import Monitor
+from shardwise.watch.nodes import Nodes
 from shardwise.watch.rank_state import tell_end
 
 END_S = 2.0
@@ -21,38 +25,65 @@ END_S = 2.0
 _POLL_S = 0.1
 
 
-def start_monitor(folder: Path, ranks: range, report: Path, *, whole: bool) -> subprocess.Popen[bytes]:
-    """Start the monitor of ``ranks``; it ends with this process, whose end of a pipe it reads.
+@dataclass(frozen=True)
+class Watched:
+    """Ranks for a monitor of this node: ``count`` of ``world_size``.
 
-    ``folder`` holds the heartbeats, and is removed at the end.
+    ``folder`` holds their heartbeats, and is removed at the end. ``speaks``: rank 0 is here, whose console has the
+    verdict. ``run`` names the run to other nodes' monitors; it is empty if there are none.
     """
-    words = [str(folder), str(ranks.start), str(ranks.stop), str(report), str(int(whole))]
-    command = [sys.executable, "-m", __name__, *words]
+
+    folder: Path
+    report: Path
+    count: int
+    world_size: int
+    speaks: bool
+    run: str = ""
+
+
+def start_monitor(watched: Watched) -> subprocess.Popen[bytes]:
+    """Start a monitor; it ends with this process, whose end of a pipe it reads."""
+    words = json.dumps(asdict(watched), default=str)
+    command = [sys.executable, "-m", __name__, words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C is for the ranks
 
 
 def main() -> None:
     """Watch until the ranks have ended."""
-    folder, start, stop, report, whole = sys.argv[1:]
-    monitor = Monitor(Path(folder), tuple(range(int(start), int(stop))), Path(report), whole=whole == "1")
+    found = json.loads(sys.argv[1])
+    watched = Watched(**{**found, "folder": Path(found["folder"]), "report": Path(found["report"])})
+    nodes = _nodes(watched) if watched.run else None
+    monitor = Monitor(watched.folder, watched.count, watched.report, nodes)
     try:
         while not select.select([sys.stdin.buffer], [], [], _POLL_S)[0]:
             for line in monitor.check():
-                print(f"shardwise: {line}", file=sys.stderr, flush=True)
+                if watched.speaks or monitor.alone:
+                    print(f"shardwise: {line}", file=sys.stderr, flush=True)
             if monitor.ends:
                 print(f"shardwise: {monitor.message}", file=sys.stderr, flush=True)
                 _end(monitor)
                 return
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(watched.folder, ignore_errors=True)
+
+
+def _nodes(watched: Watched) -> Nodes | None:
+    place = rendezvous()
+    if place is None:
+        return None
+    try:
+        return Nodes.connect(place.master_addr, place.master_port, watched.run, watched.world_size)
+    except RuntimeError as error:
+        print(f"shardwise: the other nodes cannot be watched: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _end(monitor: Monitor) -> None:
     pids = monitor.pids()
-    for pid in pids:
-        tell_end(pid)
+    for rank in pids:
+        tell_end(monitor.folder, rank)
     time.sleep(END_S)
-    for pid in pids:
+    for pid in pids.values():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import struct
 import time
@@ -29,8 +29,8 @@ PHASES = (
 _MAGIC = b"SWB1"
 _HEAD = struct.Struct("<4sIqqqQ")  # magic, process, step, phase, since when (monotonic clock, ns), time of a step (ns)
 _LONGEST = struct.Struct(f"<{len(PHASES)}Q")  # ns that each phase has taken at most
-_SIZE = 4096
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_OTHER = _NUMBERS["other"]
 _RECENT = 9
 
 
@@ -52,28 +52,27 @@ class Beat:
 
 
 class Heartbeat:
-    """Writer of a rank's heartbeat: `phase` is called when the phase changes, and costs about a microsecond.
+    """Writer of a rank's heartbeat: `phase` is called when the phase changes, and costs about two microseconds.
 
-    ``folder`` must be on this machine's disk or in its memory: the file is mapped.
+    A heartbeat that cannot be written (a full disk) is removed, and the watchdog with it: training goes on.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"rank-{rank}.beat.partial"
-        partial.write_bytes(bytes(_SIZE))
-        with open(partial, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
         self._phase, self._since, self._step = 0, time.monotonic_ns(), 0
         self._begun = 0
         self._steps: deque[int] = deque(maxlen=_RECENT)
         self._median = 0
         self._longest = [0] * len(PHASES)
+        self._path = folder / f"rank-{rank}.beat"
+        partial = folder / f"rank-{rank}.beat.partial"
+        self._file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         self._write()
-        partial.replace(folder / f"rank-{rank}.beat")  # a reader never sees one that is not written yet
+        with contextlib.suppress(OSError):
+            partial.replace(self._path)  # a reader never sees one that is not written yet
 
     def phase(self, name: str) -> None:
-        """Record that the phase ``name`` begins; ``data`` begins a step."""
-        now, number = time.monotonic_ns(), _NUMBERS[name]
+        """Record that the phase ``name`` begins; ``data`` begins a step, and an unknown name is ``other``."""
+        now, number = time.monotonic_ns(), _NUMBERS.get(name, _OTHER)
         if number == self._phase:
             return
         if self._step > 1 and now - self._since > self._longest[self._phase]:
@@ -86,6 +85,9 @@ class Heartbeat:
     def close(self) -> None:
         """Record the end; the file stays."""
         self.phase("end")
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _count(self, now: int) -> None:
         if self._step > 1:
@@ -95,9 +97,21 @@ class Heartbeat:
         self._step += 1
 
     def _write(self) -> None:
+        if self._file < 0:
+            return
         head = _HEAD.pack(_MAGIC, os.getpid(), self._step, self._phase, self._since, self._median)
-        self._map[: _HEAD.size] = head
-        _LONGEST.pack_into(self._map, _HEAD.size, *self._longest)
+        try:
+            os.pwrite(self._file, head + _LONGEST.pack(*self._longest), 0)
+        except OSError:  # what stays would look like a rank that does not move
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = -1
+
+
+def ranks_here(folder: Path) -> list[int]:
+    """Ranks that have a heartbeat in ``folder``."""
+    names = (path.stem.removeprefix("rank-") for path in folder.glob("rank-*.beat"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:

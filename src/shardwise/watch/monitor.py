@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shardwise.train.run_files import replace_file
 from shardwise.units import seconds_text
-from shardwise.watch.heartbeat import Beat, read_beat
+from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
+from shardwise.watch.nodes import Nodes
 from shardwise.watch.processes import ProcessFacts, unanswered_peers
+from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import ask
-from shardwise.watch.verdict import CERTAIN, SLOW, RankFacts, Reason, Verdict, judge
+from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, judge
 
 QUIET_S = 3.0
 """Silence of all ranks, beyond two steps, after which they are asked where they stand."""
@@ -26,7 +30,8 @@ RECOVER_S = 120.0
 """Time that a rank which does nothing has left after it was named; five times that if it waits for a disk or for data,
 and `BUSY_S` if it computes."""
 
-_POLL_S, _LOOK_S, _ANSWER_S = 0.25, 0.5, 1.0
+_POLL_S, _ANSWER_S = 0.25, 1.0
+_LOOKS_S, _LOOKS_SHARE = (0.5, 5.0), 0.1  # between two looks at ranks that do not move; share of their silence
 _FACTOR = 3.0  # a phase may take so often the longest time that it has taken
 _SLOWER = 5.0
 _WORKS = 0.05  # share of a core that counts as work
@@ -34,18 +39,17 @@ _WORKS = 0.05  # share of a core that counts as work
 
 @dataclass
 class Monitor:
-    """Monitor of the ``ranks`` of this node, whose heartbeats are in ``folder``.
+    """Monitor of this node's ``count`` ranks, whose heartbeats are in ``folder``.
 
-    ``whole``: these are all ranks of the run. ``verdict`` is the last one, ``ends`` is set when the ranks must end.
+    ``nodes`` are the others, if there are any. ``verdict`` is the last one, ``ends`` is set when the ranks must end.
     """
 
     folder: Path
-    ranks: tuple[int, ...]
+    count: int
     report: Path
-    whole: bool = True
+    nodes: Nodes | None = None
     verdict: Verdict | None = None
     ends: bool = False
-    since_s: float = 0.0
     _next: float = 0.0
     _cpu: dict[int, tuple[float, float]] = field(default_factory=dict)
     _seen: tuple[Reason, tuple[int, ...]] | None = None
@@ -57,15 +61,17 @@ class Monitor:
         if now < self._next:
             return []
         self._next = now + _POLL_S
-        beats = [beat for rank in self.ranks if (beat := read_beat(self.folder, rank)) is not None]
+        beats = [beat for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank)) is not None]
         moving = [beat for beat in beats if beat.phase != "end"]
-        if len(beats) < len(self.ranks) or not moving:
+        if len(beats) < self.count or not moving:
             return []
+        if self.nodes is not None:
+            self.nodes.greet([beat.rank for beat in beats])
         quiet = min(now - beat.since_ns * 1e-9 for beat in moving)
         step = max(beat.step_ns for beat in beats) * 1e-9
         if quiet < QUIET_S + 2 * step:
             return self._recovered(now)
-        self._next = now + _LOOK_S
+        self._next = now + min(_LOOKS_S[1], max(_LOOKS_S[0], _LOOKS_SHARE * quiet))
         return self._look(beats, quiet, now)
 
     @property
@@ -74,13 +80,20 @@ class Monitor:
         text = "" if self.verdict is None else self.verdict.text
         return f"all ranks were ended, as none could go on: {text}\nstacks of all ranks: {self.report}"
 
-    def pids(self) -> list[int]:
-        """Processes of the ranks."""
-        return [beat.pid for rank in self.ranks if (beat := read_beat(self.folder, rank)) is not None]
+    @property
+    def alone(self) -> bool:
+        """Whether rank 0's node, whose console has the verdict, is not heard."""
+        return self.verdict is not None and self.verdict.reason is Reason.LINK and 0 in self.verdict.ranks
+
+    def pids(self) -> dict[int, int]:
+        """Process of each rank."""
+        return {rank: beat.pid for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank))}
 
     def _recovered(self, now: float) -> list[str]:
         self._cpu.clear()
         self._seen = None
+        if self.nodes is not None:
+            self.nodes.moving()
         if self.verdict is None:
             return []
         lines = [f"the ranks go on after {seconds_text(now - self._named_at)}"]
@@ -90,7 +103,11 @@ class Monitor:
 
     def _look(self, beats: list[Beat], quiet: float, now: float) -> list[str]:
         facts = self._facts(beats, now)
-        found = judge(facts, whole=self.whole)
+        silent: list[int] | None = []
+        if self.nodes is not None:
+            facts += self.nodes.swap(facts)
+            silent = self.nodes.silent(facts)
+        found = judge(facts, silent)
         if found is None or not self._believes(found, facts, quiet):
             self._seen = None
             return []
@@ -100,8 +117,8 @@ class Monitor:
             return []
         lines = []
         if self.verdict is None or (self.verdict.reason, self.verdict.ranks) != key:
-            self.verdict, self._named_at, self.since_s = found, now, quiet
-            self._write({"verdict": found, "quiet_s": quiet, "facts": facts})
+            self.verdict, self._named_at = found, now
+            self._write({**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
         working = any(one.works for one in facts if one.rank in found.ranks)
         patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW else 1.0)
@@ -109,7 +126,8 @@ class Monitor:
         return [] if self.ends else lines
 
     def _facts(self, beats: list[Beat], now: float) -> list[RankFacts]:
-        answers = ask({beat.rank: beat.pid for beat in beats}, _ANSWER_S)
+        answers = ask(self.folder, [beat.rank for beat in beats], _ANSWER_S)
+        node = platform.node() if self.nodes is not None else ""
         facts = []
         for beat in beats:
             process = ProcessFacts.of(beat.pid)
@@ -117,7 +135,7 @@ class Monitor:
             works = now > at and (process.cpu_s - before) / (now - at) > _WORKS
             self._cpu[beat.rank] = (process.cpu_s, now)
             unanswered = tuple(unanswered_peers(beat.pid))
-            facts.append(RankFacts(beat, process.letter, works or now == at, answers.get(beat.rank), unanswered))
+            facts.append(RankFacts(beat, process.status, works or now == at, answers.get(beat.rank), unanswered, node))
         return facts
 
     def _believes(self, found: Verdict, facts: list[RankFacts], quiet: float) -> bool:
@@ -125,11 +143,11 @@ class Monitor:
         if found.reason in CERTAIN or found.reason is Reason.STOPPED:
             return True
         blamed = [one for one in facts if one.rank in found.ranks]
+        if found.reason is Reason.LINK:  # all have joined; so a large tensor over a slow link looks, too
+            return quiet > (BUSY_S if blamed else UNKNOWN_S) or any(one.unanswered for one in facts)
         longest = max(one.beat.longest_ns[b.beat.phase] for b in blamed for one in facts) * 1e-9
         if any(one.works for one in blamed):
             return quiet > (max(SLOW_S, 10 * _FACTOR * longest) if longest else BUSY_S)
-        if found.reason is Reason.LINK and any(one.unanswered for one in facts):
-            return True
         return quiet > (_FACTOR * longest if longest else UNKNOWN_S)
 
     def _write(self, event: dict[str, object]) -> None:
@@ -140,15 +158,6 @@ class Monitor:
                 events = json.loads(self.report.read_text())["events"]
             except (OSError, ValueError, KeyError, TypeError):
                 events = []
-        found, facts = event.pop("verdict", None), event.pop("facts", ())
-        if isinstance(found, Verdict):
-            event |= asdict(found)
-        if isinstance(facts, list):
-            event["all_ranks"] = [asdict(one) for one in facts]
         events.append({"time": time.time(), "node": platform.node(), **event})
-        partial = self.report.with_name(self.report.name + ".partial")
-        try:
-            partial.write_text(json.dumps({"schema": 1, "events": events}, indent=1))
-            partial.replace(self.report)
-        except OSError:  # a full disk: the line on the console says the same
-            return
+        with contextlib.suppress(OSError):  # a full disk: the line on the console says the same
+            replace_file(self.report, json.dumps({"schema": 1, "events": events}, indent=1))

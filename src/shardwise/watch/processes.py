@@ -15,9 +15,9 @@ _ESTABLISHED = "01"
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """State letter of a process ("" if it is gone), and processor seconds of it and its descendants so far."""
+    """State of a process in psutil's word ("" if it is gone), and processor seconds of it and its descendants."""
 
-    letter: str
+    status: str
     cpu_s: float
 
     @classmethod
@@ -25,20 +25,14 @@ class ProcessFacts:
         """Read them."""
         try:
             process = psutil.Process(pid)
-            letter = _letter(pid)
+            status = process.status()
             seconds = sum(process.cpu_times()[:2])
             for child in process.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     seconds += sum(child.cpu_times()[:2])
         except (psutil.Error, OSError):
             return cls("", 0.0)
-        return cls(letter, seconds)
-
-
-def _letter(pid: int) -> str:
-    with contextlib.suppress(OSError, IndexError):
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
+        return cls(status, seconds)
 
 
 def unanswered_peers(pid: int) -> list[str]:

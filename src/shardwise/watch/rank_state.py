@@ -7,19 +7,24 @@ is stopped, or in native code that holds it, gives no answer.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 _LARGEST = 1 << 18
 _FRAMES, _COLLECTIVES = 40, 64
-END = b"end"
-_ASK = b"state"
+_END, _ASK = b"end", b"state"
+_SECRET_BYTES = 16
 _EXIT_CODE = 3
 
 
@@ -67,14 +72,9 @@ class RankState:
     stack: tuple[Frame, ...] = ()
     collectives: tuple[CollectiveCall, ...] = field(default=())
 
-    def to_json(self) -> str:
-        """Serialise."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str | bytes) -> RankState:
-        """Read what `to_json` has written."""
-        found = json.loads(text)
+    def from_dict(cls, found: Mapping[str, Any]) -> RankState:
+        """Read what ``dataclasses.asdict`` has made of one, and JSON of that."""
         return cls(
             rank=found["rank"],
             stack=tuple(Frame(**one) for one in found["stack"]),
@@ -93,13 +93,29 @@ class RankState:
 
 
 class Responder:
-    """Thread of a rank that answers the monitor; it sleeps until it is asked."""
+    """Thread of a rank that answers the monitor; it sleeps until it is asked.
 
-    def __init__(self, rank: int) -> None:
+    Its address and the secret that a request must carry are in the file ``rank-N.key`` of ``folder``, for this user
+    alone: every user of the machine sees addresses, and a request may end the rank.
+
+    Raises:
+        OSError: no socket, or no file.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
         self._rank, self._main = rank, threading.main_thread().ident
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        name = secrets.token_hex(_SECRET_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.bind(address_of(os.getpid()))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
+        try:
+            self._socket.bind(f"\0shardwise-{name}".encode())  # an abstract address of Linux leaves nothing on a disk
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
+            file = os.open(_key_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(file, "w", encoding="ascii") as key:
+                key.write(f"{name} {self._secret.hex()}")
+        except OSError:
+            self._socket.close()
+            raise
         threading.Thread(target=self._serve, name="shardwise-watch", daemon=True).start()
 
     def close(self) -> None:
@@ -114,14 +130,17 @@ class Responder:
                 message, asker = self._socket.recvfrom(64)
             except OSError:
                 return
-            if message == END:
+            secret, request = message[:_SECRET_BYTES], message[_SECRET_BYTES:]
+            if not hmac.compare_digest(secret, self._secret):
+                continue
+            if request == _END:
                 with contextlib.suppress(Exception):
                     sys.stdout.flush()
                     sys.stderr.flush()
                 os._exit(_EXIT_CODE)
-            if message == _ASK and asker:
+            if request == _ASK and asker:
                 with contextlib.suppress(OSError):
-                    self._socket.sendto(self._state().to_json().encode(), asker)
+                    self._socket.sendto(self._secret + json.dumps(asdict(self._state())).encode(), asker)
 
     def _state(self) -> RankState:
         frame = sys._current_frames().get(self._main or 0)
@@ -133,36 +152,45 @@ class Responder:
         )
 
 
-def address_of(pid: int) -> bytes:
-    """Address of a process's `Responder`, in the abstract namespace of Linux: nothing is left on a disk."""
-    return f"\0shardwise-watch-{pid}".encode()
-
-
-def ask(pids: dict[int, int], limit_s: float) -> dict[int, RankState]:
-    """Ask ranks (rank: process) where they stand; those that do not answer within ``limit_s`` are left out."""
+def ask(folder: Path, ranks: Iterable[int], limit_s: float) -> dict[int, RankState]:
+    """Ask ranks where they stand; those that do not answer within ``limit_s`` are left out."""
     answers: dict[int, RankState] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
         mine.bind(b"")  # autobind
         mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LARGEST)
-        waiting = 0
-        for pid in pids.values():
-            with contextlib.suppress(OSError):
-                mine.sendto(_ASK, socket.MSG_DONTWAIT, address_of(pid))
-                waiting += 1
-        mine.settimeout(limit_s)
-        while len(answers) < waiting:
+        keys = {secret: rank for rank in ranks if (secret := _send(mine, folder, rank, _ASK)) is not None}
+        deadline = time.monotonic() + limit_s
+        while len(answers) < len(keys) and (left := deadline - time.monotonic()) > 0:
+            mine.settimeout(left)
             try:
-                state = RankState.from_json(mine.recv(_LARGEST))
-            except (OSError, ValueError, KeyError, TypeError):
+                answer = mine.recv(_LARGEST)
+            except OSError:
                 break
-            answers[state.rank] = state
+            if (rank := keys.get(answer[:_SECRET_BYTES])) is not None:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    answers[rank] = RankState.from_dict(json.loads(answer[_SECRET_BYTES:]))
     return answers
 
 
-def tell_end(pid: int) -> None:
-    """Let the process end with exit code 3, if it answers."""
+def tell_end(folder: Path, rank: int) -> None:
+    """Let a rank's process end with exit code 3, if it answers."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mine:
-        mine.sendto(END, socket.MSG_DONTWAIT, address_of(pid))
+        _send(mine, folder, rank, _END)
+
+
+def _send(mine: socket.socket, folder: Path, rank: int, request: bytes) -> bytes | None:
+    """Send a rank a request; return its secret, which its answer begins with, or ``None`` if nobody is there."""
+    try:
+        name, text = _key_file(folder, rank).read_text("ascii").split()
+        secret = bytes.fromhex(text)
+        mine.sendto(secret + request, socket.MSG_DONTWAIT, f"\0shardwise-{name}".encode())
+    except (OSError, ValueError):
+        return None
+    return secret
+
+
+def _key_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.key"
 
 
 def _collectives() -> tuple[CollectiveCall, ...]:

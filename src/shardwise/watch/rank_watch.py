@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
+import secrets
+import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from shardwise.distributed.process_group import broadcast_text
 from shardwise.environment import attempt
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
-from shardwise.watch.beside import start_monitor
+from shardwise.watch.beside import Watched, start_monitor
 from shardwise.watch.heartbeat import Heartbeat
 from shardwise.watch.rank_state import Responder
 
@@ -24,39 +29,68 @@ class RankWatch:
     """Heartbeat of a rank for as long as it trains.
 
     ``output`` is the run's folder, whose launcher watches the ranks. With ``beside`` nobody does: the node's first rank
-    starts a monitor, and heartbeats are in a folder of this machine.
+    starts a monitor, and heartbeats are in a folder of this machine. Where they cannot be written, the run is not
+    watched, and a warning says so.
     """
 
     def __init__(self, session: Session, output: Path, *, beside: bool = False) -> None:
         ranks = session.ranks
         self._monitor: subprocess.Popen[bytes] | None = None
+        self._responder: Responder | None = None
         self._watchers = session.phase_watchers  # and not the session, which would keep the model alive
-        folder = _folder_here() if beside else output / RunFile.HEARTBEATS
-        self._heartbeat = Heartbeat(folder, ranks.rank)
-        self._responder: Responder | None = Responder(ranks.rank) if sys.platform == "linux" else None
+        run = ""
+        if beside and ranks.world_size > ranks.local_world_size:  # its monitors know this start of it by a name
+            run = broadcast_text(secrets.token_hex(8) if ranks.is_main else "", ranks)
+        try:
+            folder = _private(_folder_here() if beside else output / RunFile.HEARTBEATS)
+            if sys.platform == "linux":
+                self._responder = Responder(folder, ranks.rank)
+            self._heartbeat: Heartbeat | None = Heartbeat(folder, ranks.rank)
+        except OSError as error:
+            self._heartbeat = None
+            logging.getLogger("shardwise").warning("rank %d is not watched: %s", ranks.rank, error)
+            return
         self._watchers.append(self._heartbeat.phase)
-        session.at_close.append(self.close)
+        session.at_close.callback(self.close)
         atexit.register(self.close)
         if beside and ranks.local_rank == 0 and ranks.world_size > 1 and sys.platform == "linux":
-            first = ranks.rank
-            here = range(first, first + ranks.local_world_size)
-            report = output / (RunFile.WATCH if len(here) == ranks.world_size else f"watch-{first}.json")
-            self._monitor = start_monitor(folder, here, report, whole=len(here) == ranks.world_size)
+            report = output / (f"watch-{ranks.rank}.json" if run else RunFile.WATCH)
+            watched = Watched(folder, report.absolute(), ranks.local_world_size, ranks.world_size, ranks.rank == 0, run)
+            self._monitor = start_monitor(watched)
 
     def close(self) -> None:
         """End: this rank's silence means nothing from now on."""
-        self._heartbeat.close()
         atexit.unregister(self.close)
-        if self._heartbeat.phase in self._watchers:
-            self._watchers.remove(self._heartbeat.phase)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            if self._heartbeat.phase in self._watchers:
+                self._watchers.remove(self._heartbeat.phase)
         if self._responder is not None:
             self._responder.close()
             self._responder = None
-        if self._monitor is not None:
-            self._monitor.communicate(timeout=MONITOR_END_S)
-            self._monitor = None
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            try:
+                monitor.communicate(timeout=MONITOR_END_S)
+            except (subprocess.TimeoutExpired, OSError):
+                monitor.kill()
 
 
 def _folder_here() -> Path:
     """Folder of the heartbeats of this node's ranks: they have one parent, and each attempt of it another number."""
     return Path(tempfile.gettempdir()) / f"shardwise-watch-{os.getuid()}-{os.getppid()}-{attempt()}"
+
+
+def _private(folder: Path) -> Path:
+    """Make ``folder`` for this user alone.
+
+    Raises:
+        OSError: it cannot be made, or somebody else has made it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} belongs to another user, or others may open it")
+    return folder

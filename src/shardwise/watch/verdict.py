@@ -6,13 +6,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from shardwise.watch.heartbeat import Beat
+import psutil
+
+from shardwise.units import listed
 from shardwise.watch.lines import telling_line
+from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
 
 _SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather", "reduce", "barrier")
+_PLURALS = {"is": "are", "has": "have", "does": "do", "waits": "wait"}
 _DISTRIBUTED = "/torch/distributed/"
+_GONE = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_HELD = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _LOADER, _DISK = ("/torch/utils/data/", "/shardwise/train/data/"), ("/shardwise/checkpoint/",)
 
 
@@ -38,22 +45,6 @@ SLOW = (Reason.LOADER, Reason.DISK)
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """What is known of a rank: its heartbeat, its process (state letter, whether it works), and its answer."""
-
-    beat: Beat
-    letter: str
-    works: bool
-    state: RankState | None
-    unanswered: tuple[str, ...] = ()
-
-    @property
-    def rank(self) -> int:
-        """Rank."""
-        return self.beat.rank
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Ranks that the others wait for, why, and it in a sentence."""
 
@@ -62,51 +53,56 @@ class Verdict:
     text: str
 
 
-def judge(facts: Sequence[RankFacts], *, whole: bool = True) -> Verdict | None:
+def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verdict | None:
     """Find who holds the ranks up; ``None`` where nobody seems to.
 
-    ``facts`` are of ranks that do not move. ``whole``: they are all ranks of the run, and not those of one node only.
+    ``facts`` are of ranks that do not move; ``silent`` are the other ranks of the run, of nodes that say nothing,
+    or ``None`` if there may be more that nobody watches.
     """
     for test in (_gone, _stopped, _mismatched, _awaited, _piped):
         found = test(facts)
         if found is not None:
             return found
-    return _link(facts) if whole else None
+    return None if silent is None else _link(facts, silent)
 
 
 def _gone(facts: Sequence[RankFacts]) -> Verdict | None:
-    gone = [one for one in facts if one.letter in ("", "Z", "X") and one.beat.phase != "end"]
+    gone = [one for one in facts if one.status in _GONE and one.beat.phase != "end"]
     if not gone or not _groups(facts):  # nobody waits: it had done its part
         return None
     pids = ", ".join(str(one.beat.pid) for one in gone)
     return Verdict(
         Reason.GONE,
         _ranks(gone),
-        f"{_who(gone)} has ended (process {pids}) in {_phase(gone[0])}; the others wait for it",
+        f"{_who(gone)} {_verb(gone, 'has')} ended (process {pids}) in {_phase(gone[0])}; the others wait for "
+        f"{_them(gone)}",
     )
 
 
 def _stopped(facts: Sequence[RankFacts]) -> Verdict | None:
-    held = [one for one in facts if one.letter in ("T", "t")]
+    held = [one for one in facts if one.status in _HELD]
     if not held:
         return None
-    how = "stopped (SIGSTOP)" if held[0].letter == "T" else "held by a debugger"
+    how = "stopped (SIGSTOP)" if held[0].status == psutil.STATUS_STOPPED else "held by a debugger"
     pids = " ".join(str(one.beat.pid) for one in held)
     return Verdict(
         Reason.STOPPED,
         _ranks(held),
-        f"{_who(held)} is {how} in {_phase(held[0])}, and the others wait for it; kill -CONT {pids} lets it go on",
+        f"{_who(held)} {_verb(held, 'is')} {how} in {_phase(held[0])}, and the others wait for {_them(held)}; "
+        f"kill -CONT {pids} lets {_them(held)} go on",
     )
 
 
 def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
-    """Ranks in one place of a group's sequence with different collectives, or different shapes of one."""
+    """Ranks in one place of a group's sequence with different collectives, or different shapes of one.
+
+    Where all ranks have come through, the difference did no harm: a last batch may be smaller on one of them.
+    """
     for group in _groups(facts):
         members = {one.rank: _sequence(one.state, group) for one in facts if one.state is not None}
         members = {rank: calls for rank, calls in members.items() if calls}
-        if not any(call.pending for calls in members.values() for call in calls.values()):
-            continue
-        shared = set.intersection(*(set(calls) for calls in members.values())) if len(members) > 1 else set()
+        pending = {call.number for calls in members.values() for call in calls.values() if call.pending}
+        shared = pending.intersection(*(set(calls) for calls in members.values())) if len(members) > 1 else set()
         for number in sorted(shared):
             calls = {rank: calls[number] for rank, calls in members.items()}
             kinds = Counter(map(_signature, calls.values()))
@@ -200,33 +196,39 @@ def _held_up(
     one = absent[0]
     reason = _why(one)
     what = {
-        Reason.LOADER: "waits for its data loader",
-        Reason.DISK: "waits for a disk",
-        Reason.NATIVE: "does not answer: native code holds the interpreter",
-    }.get(reason, "is in other code")
+        Reason.LOADER: f"{_verb(absent, 'waits')} for {'its' if len(absent) == 1 else 'their'} data loader",
+        Reason.DISK: f"{_verb(absent, 'waits')} for a disk",
+        Reason.NATIVE: f"{_verb(absent, 'does')} not answer: native code holds the interpreter",
+    }.get(reason, f"{_verb(absent, 'is')} in other code")
     line = "" if one.state is None else f" {_where(one)}"
-    wait = "waits" if len(waiting) == 1 else "wait"
     joined = "a send or a receive" if call is None else call.call
     return Verdict(
         reason,
         _ranks(absent),
-        f"{_who(absent)} {what} in {_phase(one)}{line}; {_who(waiting)} {wait} for it in {joined} {_where(first)}",
+        f"{_who(absent)} {what} in {_phase(one)}{line}; {_who(waiting)} {_verb(waiting, 'waits')} for {_them(absent)} "
+        f"in {joined} {_where(first)}",
     )
 
 
-def _link(facts: Sequence[RankFacts]) -> Verdict | None:
-    """All ranks in the same collective, which does not end."""
-    calls = [(one, _pending(one.state)) for one in facts]
-    if len(calls) < 2 or any(call is None for _, call in calls):
+def _link(facts: Sequence[RankFacts], silent: Sequence[int]) -> Verdict | None:
+    """All ranks wait in collectives, and none for another rank that is known."""
+    calls = [call for one in facts if (call := _pending(one.state)) is not None]
+    if len(calls) < len(facts) or not calls or len(facts) + len(silent) < 2:
         return None
-    one, call = calls[0]
+    first, call = facts[0], calls[0]
     peers = sorted({peer for one in facts for peer in one.unanswered})
-    to = f"; nothing sent to {', '.join(peers)} is acknowledged" if peers else ""
     cut = [one for one in facts if one.unanswered] or list(facts)
-    assert call is not None
-    return Verdict(
-        Reason.LINK, _ranks(cut), f"all ranks are in {call.call} {_where(one)}, and it does not end: a link is cut{to}"
-    )
+    who = _who(facts) if silent else "all ranks"
+    what = f"in {call.call}" if len({(one.name, one.group) for one in calls}) == 1 else "in collectives"
+    wait = _verb(facts, "waits") if silent else "wait"
+    said = [f"{who} {wait} {what} {_where(first)}, which does not end"]
+    if silent:
+        said.append(f"nothing is heard from the node of {_named(silent)}: it is down, or a link to it is cut")
+    if peers:
+        said.append(f"nothing sent to {', '.join(peers)} is acknowledged: a link is cut")
+    elif not silent:
+        said.append("all have joined: the network is far slower than it was, or a link is cut")
+    return Verdict(Reason.LINK, tuple(silent) or _ranks(cut), "; ".join(said))
 
 
 def _groups(facts: Iterable[RankFacts]) -> list[str]:
@@ -261,7 +263,7 @@ def _why(one: RankFacts) -> Reason:
     files = [frame.file for frame in one.state.stack]
     if one.beat.phase == "data" or any(part in file for file in files for part in _LOADER):
         return Reason.LOADER
-    if one.letter == "D" or any(part in file for file in files for part in _DISK):
+    if one.status == psutil.STATUS_DISK_SLEEP or any(part in file for file in files for part in _DISK):
         return Reason.DISK
     return Reason.CODE
 
@@ -275,7 +277,8 @@ def _where(one: RankFacts) -> str:
 
 def _line(frame: Frame) -> str:
     text = f" `{frame.text}`" if frame.text else ""
-    return f"{frame.file}:{frame.line} in {frame.function}{text}"
+    here = f"{Path.cwd()}/"  # the ranks' folder, too
+    return f"{frame.file.removeprefix(here)}:{frame.line} in {frame.function}{text}"
 
 
 def _group(name: str, calls: Iterable[CollectiveCall]) -> str:
@@ -299,5 +302,17 @@ def _ranks(facts: Iterable[RankFacts]) -> tuple[int, ...]:
 
 
 def _who(facts: Sequence[RankFacts]) -> str:
-    ranks = _ranks(facts)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    nodes = {one.node for one in facts if one.node}
+    return _named(_ranks(facts)) + (f" on {listed(sorted(nodes))}" if nodes else "")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
+
+
+def _verb(facts: Sequence[RankFacts], singular: str) -> str:
+    return singular if len(facts) == 1 else _PLURALS[singular]
+
+
+def _them(facts: Sequence[RankFacts]) -> str:
+    return "it" if len(facts) == 1 else "them"

@@ -73,7 +73,7 @@ class Attribution:
         session.observers.append(one)
         session.phase_watchers.append(one._on_phase)
         session.header.append(one)
-        session.at_close.append(one.detach)
+        session.at_close.callback(one.detach)
         return one
 
     # called by the session
