@@ -98,6 +98,23 @@ class Faulty(nn.Module):
         if mine:
             time.sleep(3.0)
 
+    def _disk(self, mine: bool) -> None:
+        """The disk of the checkpoints is full already."""
+
+    def _cut(self, mine: bool) -> None:
+        """Somebody cuts a link when the mark is there."""
+
+    def _memory(self, mine: bool) -> None:
+        """Take memory until the kernel ends this process."""
+        kept = []
+        while mine:
+            kept.append(bytearray(os.urandom(1 << 16)) * (1 << 10))
+
+    def _slow(self, mine: bool) -> None:
+        """From then on ten times as slow as the others' step, and at least so slow that it is none of noise."""
+        if dist.get_rank() == self.rank and self.forwards >= self.step:
+            time.sleep(0.5)
+
     def _loader(self, mine: bool) -> None:
         """The next batch never comes."""
         if mine:

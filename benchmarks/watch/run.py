@@ -6,21 +6,28 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
 import random
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import torch
 
 from shardwise.watch import monitor
-from tests.cli.configs import write_config
+from tests import netns
+from tests.cli.configs import ROOT, environment, write_config
 from tests.commands import shardwise
 
 APART = ("different collectives", "different shapes", "wait for each other")
@@ -38,8 +45,17 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "kill": ("SIGKILL",),
     "segfault": ("SIGSEGV",),
     "exception": ("came to harm",),
+    "slow": ("is slow: in the last",),
+    "disk": ("No space left on device",),
+    "memory": ("out of memory: the kernel killed",),
+    "cut": ("a link is cut", "a link to it is cut"),
 }
 """Words of the message, one of which must be there, of each fault."""
+ANYWHERE = ("disk", "cut")
+"""Faults of a machine or a link, which any rank may meet."""
+GROUP = Path("/sys/fs/cgroup/memory/shardwise-watch")
+MEMORY_LIMIT = 3 << 30
+LIMIT_S = 150.0
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 NEEDS_FOUR = ("hsdp",)
 
@@ -51,50 +67,131 @@ class Trial:
     world: int
     rank: int
     step: int
+    launcher: str = "local"
 
 
 def trials(number: int, seed: int) -> list[Trial]:
-    """Faults in turn, each on a random rank and step of a random strategy."""
+    """Faults in turn, each on a random rank and step of a random strategy, with both launchers by turns."""
     draw = random.Random(seed)
     found = []
-    for kind in itertools.islice(itertools.cycle(EXPECTED), number):
+    for turn, kind in enumerate(itertools.islice(itertools.cycle(EXPECTED), number)):
         strategy = draw.choice(STRATEGIES)
         world = 4 if strategy in NEEDS_FOUR else draw.choice((2, 3, 4))
-        found.append(Trial(kind, strategy, world, draw.randrange(world), draw.randrange(4, 10)))
+        launcher = "torchrun" if turn // len(EXPECTED) % 2 else "local"
+        if kind == "cut":
+            strategy, world, launcher = draw.choice(("ddp", "fsdp")), 2, "two hosts"
+        if kind in ("disk", "memory"):
+            launcher = "local"
+        found.append(Trial(kind, strategy, world, draw.randrange(world), draw.randrange(4, 10), launcher))
     return found
 
 
 def run(trial: Trial) -> dict[str, object]:
     """One run with a fault: what was said, and how long after the fault."""
-    with tempfile.TemporaryDirectory() as folder:
-        mark = Path(folder) / "fault"
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        mark, report = folder / "fault", folder / "run" / "watch.json"
         kwargs = {"kind": trial.kind, "rank": trial.rank, "step": trial.step, "mark": str(mark)}
         config = write_config(
-            Path(folder),
+            folder,
             model={"factory": "tests.faulty:model", "kwargs": kwargs},
-            parallel={"nproc": trial.world, "strategy": trial.strategy},
+            parallel={"nproc": trial.world if trial.launcher == "local" else None, "strategy": trial.strategy},
             train={"steps": 16, "global_batch": 8 if trial.world != 3 else 6, "output": f"{folder}/run"},
+            checkpoint={"every": trial.step + 1 if trial.kind == "disk" else 3},
         )
-        done = shardwise("train", str(config), exit_code=None)
+        if trial.kind == "disk":
+            checkpoints = folder / "run" / "checkpoints"
+            checkpoints.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(checkpoints)], check=True)
+            stack.callback(subprocess.run, ["umount", str(checkpoints)], check=True)
+        code, said = _run(trial, folder, config, stack)
         ended = time.time()
-        report = Path(folder) / "run" / "watch.json"
-        events = json.loads(report.read_text())["events"] if report.exists() else []
+        reports = [report, *folder.glob("run/watch-*.json")]
+        events = [one for file in reports if file.exists() for one in json.loads(file.read_text())["events"]]
         at = float(mark.read_text()) if mark.exists() else None
-    first = events[0] if events else None
+    first = min(events, key=lambda one: float(one["time"]), default=None)
     named = [trial.rank] if first is None else first["ranks"]
-    said = done.stderr
-    right_rank = trial.rank in named and f"rank {trial.rank}" in said
+    right_rank = trial.kind in ANYWHERE or (trial.rank in named and _names(trial, said))
     right_reason = any(words in said for words in EXPECTED[trial.kind])
     return {
         **asdict(trial),
-        "exit_code": done.returncode,
+        "exit_code": code,
         "right_rank": right_rank,
         "right_reason": right_reason,
         "ranks_named": named,
         "reason_named": None if first is None else first["reason"],
         "seconds_to_verdict": None if at is None else round((ended if first is None else first["time"]) - at, 2),
-        "said": said[-1500:] if not (right_rank and right_reason) else "",
+        "said": said[-2500:] if not (right_rank and right_reason) else "",
     }
+
+
+def _names(trial: Trial, said: str) -> bool:
+    """Whether the message names the rank, or torchrun's table of failures does."""
+    return re.search(rf"\brank(s [\d, and]*| ){trial.rank}\b|rank      : {trial.rank} ", said) is not None
+
+
+def _run(trial: Trial, folder: Path, config: Path, stack: contextlib.ExitStack) -> tuple[int, str]:
+    """Exit code, and all that was printed."""
+    command = [sys.executable, "-m", "shardwise", "train", str(config)]
+    launch = [sys.executable, "-m", "torch.distributed.run"]
+    if trial.launcher == "local" and trial.kind != "memory":
+        done = shardwise("train", str(config), exit_code=None)
+        return done.returncode, done.stdout[-4000:] + done.stderr
+    if trial.kind == "memory":
+        GROUP.mkdir(exist_ok=True)
+        stack.callback(GROUP.rmdir)
+        (GROUP / "memory.limit_in_bytes").write_text(str(MEMORY_LIMIT))
+        script = f'echo $$ > {GROUP}/cgroup.procs; exec "$@"'
+        return _watched([["sh", "-c", script, "sh", *command]], [environment()], folder, until_named=False)
+    if trial.launcher == "torchrun":
+        words = [*launch, "--standalone", f"--nproc-per-node={trial.world}", *command[1:]]
+        return _watched([words], [environment()], folder)
+    hosts = stack.enter_context(netns.two_hosts())
+    port = next(hosts.ports)
+    agents = []
+    for host in (0, 1):
+        words = [*launch, "--nnodes=2", f"--node-rank={host}", "--nproc-per-node=1", *command[1:]]
+        words[3:3] = [f"--master-addr={netns.ADDRESSES[0]}", f"--master-port={port}"]
+        agents.append(hosts.command(host, words))
+    cut = ["ip", "-n", hosts.names[1], "link", "set", hosts.devices[1], "down"]
+    return _watched(agents, [{**environment(), **hosts.environment(host)} for host in (0, 1)], folder, cut)
+
+
+def _watched(
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    folder: Path,
+    at_mark: Sequence[str] = (),
+    *,
+    until_named: bool = True,
+) -> tuple[int, str]:
+    """Run launchers that are processes of their own until they end, or have named a rank; ``at_mark``: with the fault.
+
+    What the ranks have left is ended with them.
+    """
+    said = folder / "said"
+    processes = []
+    with said.open("w") as output:
+        for command, variables in zip(commands, environments, strict=True):
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output, start_new_session=True)
+            )
+    deadline, marked = time.monotonic() + LIMIT_S, False
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        if not marked and at_mark and (folder / "fault").exists():
+            marked = True
+            subprocess.run(at_mark, check=True)
+        if until_named and list(folder.glob("run/watch*.json")) and "slow rank" not in said.read_text():
+            time.sleep(4.0)  # torchrun's own table comes after it
+            break
+        time.sleep(0.1)
+    for process in processes:
+        for child in [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        process.kill()
+        process.wait()
+    return processes[0].returncode, said.read_text(errors="replace")
 
 
 def clean(steps: int) -> list[dict[str, object]]:
@@ -123,13 +220,18 @@ def main() -> None:
     options.add_argument("--faults", type=int, default=200)
     options.add_argument("--clean-steps", type=int, default=2000)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--kinds", nargs="*", default=list(EXPECTED), help="only these faults")
     given = options.parse_args()
     results = []
     with mock.patch.object(monitor, "RECOVER_S", 1.0):  # after the verdict, which is what is timed
         for number, trial in enumerate(trials(given.faults, given.seed)):
+            if trial.kind not in given.kinds:
+                continue
             results.append(run(trial))
             one = results[-1]
             print(number, trial, one["right_rank"], one["right_reason"], one["seconds_to_verdict"], flush=True)
+            if one["said"]:
+                print(one["said"], flush=True)
     times = [float(str(one["seconds_to_verdict"])) for one in results if one["seconds_to_verdict"] is not None]
     document = {
         "date": time.strftime("%Y-%m-%d"),

@@ -23,10 +23,10 @@ import pytest
 
 from shardwise import errors
 from shardwise.errors import DataError, DoesNotFit, Interrupted, RankError, UserError
-from shardwise.launch import exit_status as fate
 from shardwise.launch import local
-from shardwise.launch.exit_status import OomKills
 from shardwise.launch.local import run_local
+from shardwise.watch import exit_status as fate
+from shardwise.watch.exit_status import OomKills
 
 COMMON = """
 import os, signal, socket, subprocess, sys, time

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from shardwise.measure.step_time.timing import PHASES as PARTS
 from shardwise.watch import monitor
 from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_beat
 from shardwise.watch.monitor import Monitor
@@ -24,6 +25,7 @@ from shardwise.watch.nodes import Nodes
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, tell_end
 from shardwise.watch.rank_watch import _private
+from shardwise.watch.slow_rank import SlowRank
 from shardwise.watch.verdict import Reason, Verdict, judge
 from tests.cli.configs import ROOT, environment, losses, write_config
 from tests.commands import shardwise
@@ -145,6 +147,59 @@ def test_two_nodes_tell_each_other(tmp_path: Path) -> None:
     assert "nothing has moved" not in rest[1]  # rank 0's console says it, once
 
 
+def test_a_rank_that_ends_without_a_word_under_torchrun(tmp_path: Path) -> None:
+    """torchrun says nothing of a rank that ends with 0 in the middle of a step."""
+    kwargs = {"kind": "exit", "rank": 1, "step": 6}
+    config = write_config(
+        tmp_path, model={"factory": "tests.faulty:model", "kwargs": kwargs}, parallel={"nproc": None, "strategy": "ddp"}
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "shardwise", "train", str(config)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert "shardwise: rank 1 has ended in step 6, phase forward without a word" in done.stderr, done.stderr
+    assert json.loads((tmp_path / "run" / "watch.json").read_text())["events"][0]["ranks"] == [1]
+
+
+def test_a_slow_rank_is_named_and_training_goes_on(tmp_path: Path) -> None:
+    kwargs = {"kind": "slow", "rank": 1, "step": 6}
+    config = write_config(
+        tmp_path,
+        model={"factory": "tests.faulty:model", "kwargs": kwargs},
+        parallel={"nproc": 2, "strategy": "fsdp"},
+        train={"steps": 14, "output": str(tmp_path / "run")},
+    )
+    done = shardwise("train", str(config))
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "is slow:" in line]
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow: in the last "), done.stdout + done.stderr
+    assert "; forward takes it 5" in said[0]
+    [event] = json.loads((tmp_path / "run" / "watch.json").read_text())["events"]
+    assert (event["reason"], event["ranks"]) == ("slow rank", [1])
+
+
+def step_times(slow: int | None, wait_s: float = 0.9) -> tuple[int | None, list[dict[str, float]]]:
+    rows = [dict.fromkeys(PARTS, 0.0) | {"forward": 0.1, "slowest_rank": wait_s * (slow is not None)} for _ in range(3)]
+    if slow is not None:
+        rows[slow] |= {"forward": 0.1 + wait_s, "slowest_rank": 0.0}
+    return slow, rows
+
+
+def test_who_is_slow(tmp_path: Path) -> None:
+    lines: list[str] = []
+    judge_steps = lambda *steps: [one.judge(*step_times(*step)) for step in steps]  # noqa: E731
+    one = SlowRank(lines.append, tmp_path / "watch.json")
+    judge_steps((1,), (1,), (1,))  # the first steps may compile
+    judge_steps((1,), (2,), (1,), (2,), (1, 0.1), (1, 0.1), (1, 0.1), (1,), (1,), (None,), (1,), (1,))
+    assert not lines
+    judge_steps((1,), (1,), (None,), (1,))
+    [line] = lines
+    assert line.startswith("rank 1 is slow: in the last 3 steps the others waited for it 900 ms of 1")
+    assert "; forward takes it 1" in line and line.endswith(", and them 100 ms")
+    judge_steps(*[(None,)] * 10)
+    assert lines[1:] == ["rank 1 is as fast as the others again"]
+    judge_steps(*[(2, 0.01)] * 50)  # short steps: what takes less than two seconds may be chance
+    assert len(lines) == 2
+
+
 # the judge, on facts
 
 
@@ -223,7 +278,9 @@ def test_a_shape_that_did_no_harm_is_not_blamed() -> None:
     ("ranks", "says"),
     [
         ([facts(0, call(5)), facts(1), facts(2)], "ranks 1 and 2 are in other code"),
-        ([facts(0, call(5)), facts(1, status=""), facts(2, status="")], "ranks 1 and 2 have ended (process 101, 102)"),
+        ([facts(0, call(5)), facts(1, status=""), facts(2, status="")],
+         "ranks 1 and 2 have ended in step 7, phase forward without a word (processes 101 "
+         "and 102); the others wait for them"),
         ([facts(0, call(5)), facts(1, status=psutil.STATUS_STOPPED), facts(2, status=psutil.STATUS_STOPPED)],
          "ranks 1 and 2 are stopped (SIGSTOP) in step 7, phase forward, and the others wait for them; "
          "kill -CONT 101 102 lets them go on"),

@@ -21,10 +21,10 @@ from shardwise import environment, errors
 from shardwise.errors import Interrupted, KilledForMemory, Preempted, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
 from shardwise.launch.crash import met_another_collective, raised_at, stood_at, take_stacks
-from shardwise.launch.exit_status import OomKills, StallMonitor
 from shardwise.launch.preemption import PREEMPTING, Repeated
 from shardwise.launch.rank import BEFORE_WORK, RankReport, crash_file, is_peer_symptom, spare
 from shardwise.units import bytes_text
+from shardwise.watch.exit_status import OomKills, StallMonitor
 from shardwise.watch.monitor import Monitor
 
 REPORT_S = 2.0

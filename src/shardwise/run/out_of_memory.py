@@ -18,7 +18,6 @@ from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.errors import OutOfMemory, ShardwiseError
 from shardwise.import_object import raised_text
-from shardwise.launch.exit_status import memory_limit
 from shardwise.measure.state import Measurement, measure_state
 from shardwise.parallel.apply import is_unwrapped
 from shardwise.run.resume_command import with_plan
@@ -27,6 +26,7 @@ from shardwise.train.optimizer import workload_of
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.units import bytes_text
+from shardwise.watch.exit_status import memory_limit
 
 if TYPE_CHECKING:
     from shardwise.run.job import Job

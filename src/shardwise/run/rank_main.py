@@ -56,6 +56,8 @@ def run_job(job: Any, ranks: Any = None) -> int:
     if job.config.train.watch:
         watch = RankWatch(session, Path(job.config.train.output), beside=launched)
     recorder = RunRecorder(job, session, reporter.log, reporter.console)
+    if watch is not None:
+        watch.judge_speed(recorder.attribution, reporter.log)
     memory = OutOfMemoryRecorder(session, ForeseenRun.of(job))
     try:
         if ranks.is_main:

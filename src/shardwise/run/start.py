@@ -110,17 +110,18 @@ def start(
         )
         planner = _searching(plan, draft, ranks)
     session = Session(ranks=ranks, planner=planner)
-    _observe(session, receipts=receipts, output=output)
+    attribution = _observe(session, receipts=receipts, output=output)
     if watch:
         from shardwise.watch.rank_watch import RankWatch
 
-        RankWatch(session, Path(output or "."), beside=True)
+        beside = RankWatch(session, Path(output or "."), beside=True)
+        beside.judge_speed(attribution, logging.getLogger("shardwise").warning)
     leave_at_exit(ranks)  # and not the session, which would keep the model alive
     return session
 
 
-def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> None:
-    """Attach what measures and checks a session."""
+def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> Attribution:
+    """Attach what measures and checks a session; return what measures its time."""
     session.timekeeper = attribution = Attribution.attach(session)
     explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
     effects = None
@@ -138,6 +139,7 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
         recorder = LoopRecorder(Path(output), attribution, effects)
         session.observers.append(recorder)
         session.reporter = recorder.conclude
+    return attribution
 
 
 def _checked_options(options: Mapping[str, Any] | None, plan: str | Plan | Path) -> dict[str, Any]:

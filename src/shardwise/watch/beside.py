@@ -63,6 +63,8 @@ def main() -> None:
                 print(f"shardwise: {monitor.message}", file=sys.stderr, flush=True)
                 _end(monitor)
                 return
+        if text := monitor.ended():
+            print(f"shardwise: {text}", file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(watched.folder, ignore_errors=True)
 

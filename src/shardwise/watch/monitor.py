@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import platform
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shardwise.train.run_files import replace_file
 from shardwise.units import seconds_text
+from shardwise.watch.events import add_event
+from shardwise.watch.exit_status import OomKills
 from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
 from shardwise.watch.nodes import Nodes
 from shardwise.watch.processes import ProcessFacts, unanswered_peers
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import ask
-from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, judge
+from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge
 
 QUIET_S = 3.0
 """Silence of all ranks, beyond two steps, after which they are asked where they stand."""
@@ -54,6 +53,7 @@ class Monitor:
     _cpu: dict[int, tuple[float, float]] = field(default_factory=dict)
     _seen: tuple[Reason, tuple[int, ...]] | None = None
     _named_at: float = 0.0
+    _oom_kills: OomKills = field(default_factory=OomKills.now)
 
     def check(self) -> list[str]:
         """Look at the ranks, at most four times a second, and return lines to print."""
@@ -88,6 +88,17 @@ class Monitor:
     def pids(self) -> dict[int, int]:
         """Process of each rank."""
         return {rank: beat.pid for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank))}
+
+    def ended(self) -> str:
+        """Which ranks have ended in the middle of a step without a word, and what the kernel says; empty if none."""
+        facts = self._facts([beat for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank))], 0.0)
+        found = ended(facts)
+        if found is None:
+            return ""
+        killed = OomKills.now()
+        why = f"; {killed.why(self._oom_kills)}" if killed.killed_since(self._oom_kills) else ""
+        self._write({**asdict(found), "all_ranks": [asdict(one) for one in facts]})
+        return found.text + why
 
     def _recovered(self, now: float) -> list[str]:
         self._cpu.clear()
@@ -151,13 +162,4 @@ class Monitor:
         return quiet > (_FACTOR * longest if longest else UNKNOWN_S)
 
     def _write(self, event: dict[str, object]) -> None:
-        """Append an event to the report, whole or not at all."""
-        events = []
-        if self.report.exists():
-            try:
-                events = json.loads(self.report.read_text())["events"]
-            except (OSError, ValueError, KeyError, TypeError):
-                events = []
-        events.append({"time": time.time(), "node": platform.node(), **event})
-        with contextlib.suppress(OSError):  # a full disk: the line on the console says the same
-            replace_file(self.report, json.dumps({"schema": 1, "events": events}, indent=1))
+        add_event(self.report, event)

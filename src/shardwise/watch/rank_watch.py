@@ -11,15 +11,18 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.distributed.process_group import broadcast_text
 from shardwise.environment import attempt
+from shardwise.measure.step_time.attribution import Attribution
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
 from shardwise.watch.beside import Watched, start_monitor
 from shardwise.watch.heartbeat import Heartbeat
 from shardwise.watch.rank_state import Responder
+from shardwise.watch.slow_rank import SlowRank
 
 MONITOR_END_S = 5.0
 """Time that the monitor has to end."""
@@ -38,9 +41,10 @@ class RankWatch:
         self._monitor: subprocess.Popen[bytes] | None = None
         self._responder: Responder | None = None
         self._watchers = session.phase_watchers  # and not the session, which would keep the model alive
-        run = ""
+        run, self._speaks = "", ranks.is_main and ranks.world_size > 1
         if beside and ranks.world_size > ranks.local_world_size:  # its monitors know this start of it by a name
             run = broadcast_text(secrets.token_hex(8) if ranks.is_main else "", ranks)
+        self._report = output.absolute() / (f"watch-{ranks.rank}.json" if run else RunFile.WATCH)
         try:
             folder = _private(_folder_here() if beside else output / RunFile.HEARTBEATS)
             if sys.platform == "linux":
@@ -54,9 +58,13 @@ class RankWatch:
         session.at_close.callback(self.close)
         atexit.register(self.close)
         if beside and ranks.local_rank == 0 and ranks.world_size > 1 and sys.platform == "linux":
-            report = output / (f"watch-{ranks.rank}.json" if run else RunFile.WATCH)
-            watched = Watched(folder, report.absolute(), ranks.local_world_size, ranks.world_size, ranks.rank == 0, run)
+            watched = Watched(folder, self._report, ranks.local_world_size, ranks.world_size, ranks.rank == 0, run)
             self._monitor = start_monitor(watched)
+
+    def judge_speed(self, attribution: Attribution, say: Callable[[str], None]) -> None:
+        """Name a rank that all others wait for, step after step, with ``say`` on rank 0."""
+        if self._speaks:
+            SlowRank.attach(attribution, say, self._report)
 
     def close(self) -> None:
         """End: this rank's silence means nothing from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -66,17 +66,26 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
     return None if silent is None else _link(facts, silent)
 
 
-def _gone(facts: Sequence[RankFacts]) -> Verdict | None:
+def ended(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks whose process is gone, though they have not said that they end."""
     gone = [one for one in facts if one.status in _GONE and one.beat.phase != "end"]
-    if not gone or not _groups(facts):  # nobody waits: it had done its part
+    if not gone:
         return None
-    pids = ", ".join(str(one.beat.pid) for one in gone)
+    pids = listed([str(one.beat.pid) for one in gone])
+    process = "process" if len(gone) == 1 else "processes"
     return Verdict(
         Reason.GONE,
         _ranks(gone),
-        f"{_who(gone)} {_verb(gone, 'has')} ended (process {pids}) in {_phase(gone[0])}; the others wait for "
-        f"{_them(gone)}",
+        f"{_who(gone)} {_verb(gone, 'has')} ended in {_phase(gone[0])} without a word ({process} {pids})",
     )
+
+
+def _gone(facts: Sequence[RankFacts]) -> Verdict | None:
+    found = ended(facts)
+    if found is None or not _groups(facts):  # nobody waits: it had done its part
+        return None
+    gone = [one for one in facts if one.rank in found.ranks]
+    return replace(found, text=f"{found.text}; the others wait for {_them(gone)}")
 
 
 def _stopped(facts: Sequence[RankFacts]) -> Verdict | None:

@@ -48,6 +48,7 @@ class Attribution:
     """Observer of a session that attributes its time; see `Timing`. One per process at a time.
 
     ``disturbed`` returns for a step's number whether something other than training slowed it: it is excluded.
+    ``on_step_times`` is called on rank 0 for each step with the rank that was late, if any, and each rank's seconds.
     """
 
     size = _EXTRA + len(COUNTED)
@@ -65,6 +66,7 @@ class Attribution:
         self._seen = 0
         self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
+        self.on_step_times: Callable[[int | None, list[dict[str, float]]], None] | None = None
 
     @classmethod
     def attach(cls, session: Session) -> Attribution:
@@ -196,8 +198,11 @@ class Attribution:
             self._full = PhaseTotals(warm_up=WARM_UP)
         elif self._seen <= WARM_UP:  # so far only the newest step is meaningful
             self._full = PhaseTotals(warm_up=self._seen - 1)
-        for totals in (self._full, self._fresh):
-            totals.add(table.copy(), plan)
+        self._full.add(table.copy(), plan)
+        late = self._fresh.add(table, plan)
+        if self.on_step_times is not None:
+            parts = table[:, _EXTRA - 1 :]
+            self.on_step_times(late, [dict(zip(COUNTED, row, strict=True)) for row in parts.tolist()])
 
     def _unmeasured(self) -> dict[str, str]:
         plan = self._session.plan
@@ -226,10 +231,10 @@ class PhaseTotals:
         self._tokens = self._early = self._early_s = 0.0
         self._late: Counter[int] = Counter()
 
-    def add(self, table: Table, plan: Plan) -> None:
-        """Add a step: [ranks, labels, early reductions, ns off-core, by a stopwatch, `COUNTED`].
+    def add(self, table: Table, plan: Plan) -> int | None:
+        """Add a step: [ranks, labels, early reductions, ns off-core, by a stopwatch, `COUNTED`]; return who was late.
 
-        The table is modified.
+        The table is modified: seconds, with waits for a late rank as ``slowest_rank``.
         """
         table[:, 2] = np.where(table[:, 2] < 0, np.nan, table[:, 2])
         table[:, 2:] *= _NS
@@ -242,8 +247,9 @@ class PhaseTotals:
         self._periods.append(float(parts[:, : len(PHASES)].sum(axis=1).mean()))
         self._tokens += float(table[0, 0])
         self._early += float(table[:, 1].mean())
-        self._sums = table if self._sums is None else self._sums + table
+        self._sums = table.copy() if self._sums is None else self._sums + table
         self.steps += 1
+        return late
 
     def timing(self, plan: Plan, unmeasured: dict[str, str]) -> Timing:
         """Return the means over the steps."""

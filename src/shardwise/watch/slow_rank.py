@@ -1,0 +1,91 @@
+"""`SlowRank`: a rank that all others wait for, step after step; training goes on."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.measure.step_time.attribution import Attribution
+from shardwise.measure.step_time.timing import NAMES, PHASES, WAIT_PHASES
+from shardwise.units import seconds_text
+from shardwise.watch.events import add_event
+
+WAITED = 0.5
+"""Share of a step that the others must wait for one rank before it is called slow."""
+STEPS, SECONDS = 3, 2.0
+"""It must be the same rank in so many steps, and for so long: short steps vary."""
+RECOVERED = 10
+"""Steps in a row without waiting after which a slow rank is none."""
+WARM_UP = 3
+"""First steps, which are not judged: they compile and allocate."""
+_KEPT = 1000
+_WORK = tuple(part for part in PHASES if part not in (*WAIT_PHASES, "slowest_rank", "pipeline"))
+
+
+@dataclass
+class SlowRank:
+    """Rank 0's judge of each step's times. ``say`` prints a line; ``report`` keeps what it says.
+
+    A pipeline's stages wait for each other by design: nothing is said of them.
+    """
+
+    say: Callable[[str], None]
+    report: Path
+    _seen: int = 0
+    _fine: int = 0
+    _rank: int | None = None
+    _named: int | None = None
+    _run: list[list[dict[str, float]]] = field(default_factory=list)
+
+    @classmethod
+    def attach(cls, attribution: Attribution, say: Callable[[str], None], report: Path) -> None:
+        """Judge the steps that ``attribution`` measures."""
+        attribution.on_step_times = cls(say, report).judge
+
+    def judge(self, late: int | None, seconds: Sequence[dict[str, float]]) -> None:
+        """Take a step: the rank that was late, if any, and each rank's seconds of each part."""
+        self._seen += 1
+        if self._seen <= WARM_UP:
+            return
+        step = statistics.fmean(sum(row[part] for part in PHASES) for row in seconds)
+        others = [row["slowest_rank"] for rank, row in enumerate(seconds) if rank != late]
+        if late is None or statistics.median(others) < WAITED * step:
+            self._fine += 1
+            if self._named is None or self._fine >= RECOVERED:
+                self._recovered()
+            return
+        self._fine = 0
+        if late != self._rank:
+            self._rank, self._run = late, []
+        self._run.append(list(seconds))
+        self._run = self._run[-_KEPT:]
+        spent = sum(sum(step[late][part] for part in PHASES) for step in self._run)
+        if self._named != late and len(self._run) >= STEPS and spent >= SECONDS:
+            self._named = late
+            self._name(late)
+
+    def _recovered(self) -> None:
+        if self._named is not None:
+            self.say(f"rank {self._named} is as fast as the others again")
+        self._rank = self._named = None
+        self._run = []
+
+    def _name(self, rank: int) -> None:
+        count = len(self._run)
+        means = [
+            {part: statistics.fmean(step[other][part] for step in self._run) for part in PHASES}
+            for other in range(len(self._run[0]))
+        ]
+        peers = [row for other, row in enumerate(means) if other != rank]
+        more = {part: means[rank][part] - statistics.median(row[part] for row in peers) for part in _WORK}
+        part = max(more, key=lambda one: more[one])
+        step, waits = sum(means[rank].values()), statistics.median(row["slowest_rank"] for row in peers)
+        text = (
+            f"rank {rank} is slow: in the last {count} steps the others waited for it {seconds_text(waits)} of "
+            f"{seconds_text(step)}; {NAMES[part]} takes it {seconds_text(means[rank][part])}, and them "
+            f"{seconds_text(means[rank][part] - more[part])}"
+        )
+        self.say(text)
+        add_event(self.report, {"reason": "slow rank", "ranks": [rank], "text": text, "seconds": means})
