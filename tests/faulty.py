@@ -102,7 +102,9 @@ class Faulty(nn.Module):
         """The disk of the checkpoints is full already."""
 
     def _cut(self, mine: bool) -> None:
-        """Somebody cuts a link when the mark is there."""
+        """Somebody cuts a link when the mark is there; before, the monitors have time to meet."""
+        if self.forwards == self.step - 1:
+            time.sleep(6.0)
 
     def _memory(self, mine: bool) -> None:
         """Take memory until the kernel ends this process."""

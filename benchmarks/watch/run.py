@@ -136,7 +136,7 @@ def _run(trial: Trial, folder: Path, config: Path, stack: contextlib.ExitStack) 
     launch = [sys.executable, "-m", "torch.distributed.run"]
     if trial.launcher == "local" and trial.kind != "memory":
         done = shardwise("train", str(config), exit_code=None)
-        return done.returncode, done.stdout[-4000:] + done.stderr
+        return done.returncode, done.stdout + done.stderr
     if trial.kind == "memory":
         GROUP.mkdir(exist_ok=True)
         stack.callback(GROUP.rmdir)

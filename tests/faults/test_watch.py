@@ -407,3 +407,6 @@ def test_a_node_is_silent_only_if_it_was_watched() -> None:
     second.moving()
     assert first.swap([facts(0, call(5))]) == []
     assert judge([facts(0, call(5))], silent=None) is None
+    found = judge([replace(facts(0, call(5)), unanswered=("10.0.0.2",))], silent=None)
+    assert found is not None and "rank 0 waits in all_reduce(float [3])" in found.text
+    assert found.text.endswith("nothing sent to 10.0.0.2 is acknowledged: a link is cut")

@@ -52,8 +52,7 @@ def main() -> None:
     """Watch until the ranks have ended."""
     found = json.loads(sys.argv[1])
     watched = Watched(**{**found, "folder": Path(found["folder"]), "report": Path(found["report"])})
-    nodes = _nodes(watched) if watched.run else None
-    monitor = Monitor(watched.folder, watched.count, watched.report, nodes)
+    monitor = Monitor(watched.folder, watched.count, watched.report, _nodes(watched))
     try:
         while not select.select([sys.stdin.buffer], [], [], _POLL_S)[0]:
             for line in monitor.check():
@@ -70,14 +69,10 @@ def main() -> None:
 
 
 def _nodes(watched: Watched) -> Nodes | None:
-    place = rendezvous()
+    place = rendezvous() if watched.run else None
     if place is None:
         return None
-    try:
-        return Nodes.connect(place.master_addr, place.master_port, watched.run, watched.world_size)
-    except RuntimeError as error:
-        print(f"shardwise: the other nodes cannot be watched: {error}", file=sys.stderr, flush=True)
-        return None
+    return Nodes.connect(place.master_addr, place.master_port, watched.run, watched.world_size)
 
 
 def _end(monitor: Monitor) -> None:

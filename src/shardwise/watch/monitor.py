@@ -82,8 +82,8 @@ class Monitor:
 
     @property
     def alone(self) -> bool:
-        """Whether rank 0's node, whose console has the verdict, is not heard."""
-        return self.verdict is not None and self.verdict.reason is Reason.LINK and 0 in self.verdict.ranks
+        """Whether rank 0's node, whose console has the verdict, may not be reached."""
+        return self.verdict is not None and self.verdict.reason is Reason.LINK
 
     def pids(self) -> dict[int, int]:
         """Process of each rank."""

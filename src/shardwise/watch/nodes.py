@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,13 +15,13 @@ from shardwise.watch.rank_facts import RankFacts
 
 FRESH_S = 15.0
 """Time for which another node's facts are believed; a monitor renews its own at least every 5 s."""
-_ANSWER_S = 2.0
+_ANSWER_S, _AGAIN_S = 2.0, 5.0
 _NODES = "nodes"
 
 
 @dataclass
 class Nodes:
-    """Exchange over the store at which the ranks of a run of ``world_size`` met."""
+    """Exchange over the store at which the ranks of a run of ``world_size`` met; ``None`` while it is not reached."""
 
     store: Any
     world_size: int
@@ -32,25 +33,36 @@ class Nodes:
 
     @classmethod
     def connect(cls, address: str, port: int, run: str, world_size: int) -> Nodes:
-        """Connect to the store; ``run`` tells this run from others that used it.
+        """Connect to the store in the background; until then no other node is known.
 
-        Raises:
-            RuntimeError: nobody answers there.
+        ``run`` tells this run from others that used the store.
         """
-        from torch._C._distributed_c10d import PrefixStore, TCPStore
+        found = cls(None, world_size)
+        threading.Thread(target=found._connect, args=(address, port, run), daemon=True).start()
+        return found
 
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWER_S))
-        return cls(PrefixStore(f"shardwise/watch/{run}", store), world_size)
+    def _connect(self, address: str, port: int, run: str) -> None:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore  # seconds
+
+        timeout = timedelta(seconds=_ANSWER_S)
+        while self.store is None:
+            try:
+                store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            except RuntimeError:
+                time.sleep(_AGAIN_S)
+            else:
+                self.store = PrefixStore(f"shardwise/watch/{run}", store)
 
     def swap(self, mine: Sequence[RankFacts]) -> list[RankFacts]:
         """Tell the facts of this node's ranks, and return those of the other nodes that do not move either.
 
         A store that does not answer tells nothing.
         """
-        with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
-            self._count += 1
-            self._set([asdict(one) for one in mine])
-            self._listen()
+        if self._index is not None:
+            with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
+                self._count += 1
+                self._set([asdict(one) for one in mine])
+                self._listen()
         now = time.monotonic()
         return [one for _, at, facts in self._heard.values() if now - at < FRESH_S for one in facts]
 
@@ -70,7 +82,7 @@ class Nodes:
 
     def greet(self, ranks: Sequence[int]) -> None:
         """Tell that this node's ranks are watched."""
-        if self._index is None:
+        if self._index is None and self.store is not None:
             with contextlib.suppress(RuntimeError):
                 self._index = int(self.store.add(_NODES, 1)) - 1
                 self._ranks = list(ranks)

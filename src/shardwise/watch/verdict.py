@@ -57,13 +57,15 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
     """Find who holds the ranks up; ``None`` where nobody seems to.
 
     ``facts`` are of ranks that do not move; ``silent`` are the other ranks of the run, of nodes that say nothing,
-    or ``None`` if there may be more that nobody watches.
+    or ``None`` if nothing is known of other nodes.
     """
     for test in (_gone, _stopped, _mismatched, _awaited, _piped):
         found = test(facts)
         if found is not None:
             return found
-    return None if silent is None else _link(facts, silent)
+    if silent is None:
+        return _link(facts, None) if any(one.unanswered for one in facts) else None
+    return _link(facts, silent)
 
 
 def ended(facts: Sequence[RankFacts]) -> Verdict | None:
@@ -219,25 +221,25 @@ def _held_up(
     )
 
 
-def _link(facts: Sequence[RankFacts], silent: Sequence[int]) -> Verdict | None:
-    """All ranks wait in collectives, and none for another rank that is known."""
+def _link(facts: Sequence[RankFacts], silent: Sequence[int] | None) -> Verdict | None:
+    """All ranks that are known wait in collectives, and none of them for another one of them."""
     calls = [call for one in facts if (call := _pending(one.state)) is not None]
-    if len(calls) < len(facts) or not calls or len(facts) + len(silent) < 2:
+    if len(calls) < len(facts) or not calls or (silent is not None and len(facts) + len(silent) < 2):
         return None
     first, call = facts[0], calls[0]
     peers = sorted({peer for one in facts for peer in one.unanswered})
     cut = [one for one in facts if one.unanswered] or list(facts)
-    who = _who(facts) if silent else "all ranks"
+    everybody = silent is not None and not silent
     what = f"in {call.call}" if len({(one.name, one.group) for one in calls}) == 1 else "in collectives"
-    wait = _verb(facts, "waits") if silent else "wait"
-    said = [f"{who} {wait} {what} {_where(first)}, which does not end"]
+    wait = "all ranks wait" if everybody else f"{_who(facts)} {_verb(facts, 'waits')}"
+    said = [f"{wait} {what} {_where(first)}, which does not end"]
     if silent:
         said.append(f"nothing is heard from the node of {_named(silent)}: it is down, or a link to it is cut")
     if peers:
         said.append(f"nothing sent to {', '.join(peers)} is acknowledged: a link is cut")
-    elif not silent:
+    elif everybody:
         said.append("all have joined: the network is far slower than it was, or a link is cut")
-    return Verdict(Reason.LINK, tuple(silent) or _ranks(cut), "; ".join(said))
+    return Verdict(Reason.LINK, tuple(silent or ()) or _ranks(cut), "; ".join(said))
 
 
 def _groups(facts: Iterable[RankFacts]) -> list[str]:
