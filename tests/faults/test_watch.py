@@ -399,11 +399,14 @@ def test_a_node_is_silent_only_if_it_was_watched() -> None:
     store = torch.distributed.HashStore()
     first, second = Nodes(store, 2), Nodes(store, 2)
     first.greet([0])
-    assert first.swap([facts(0, call(5))]) == [] and first.silent([facts(0)]) is None
+    waiting = facts(0, call(5))
+    assert first.swap([waiting]) == [] and first.silent([waiting]) is None
     second.greet([1])
-    assert first.swap([facts(0, call(5))]) == [] and first.silent([facts(0)]) == [1]
-    assert second.swap([facts(1)]) == [facts(0, call(5))]
-    assert first.swap([facts(0, call(5))]) == [facts(1)] and first.silent([facts(0), facts(1)]) == []
+    assert first.swap([waiting]) == [] and first.silent([waiting]) == [1]
+    assert second.swap([facts(1)]) == []  # what was there before may be of long ago
+    first.swap([waiting])
+    assert second.swap([facts(1)]) == [waiting]
+    assert first.swap([waiting]) == [facts(1)] and first.silent([waiting, facts(1)]) == []
     second.moving()
     assert first.swap([facts(0, call(5))]) == []
     assert judge([facts(0, call(5))], silent=None) is None

@@ -27,6 +27,7 @@ class Nodes:
     world_size: int
     _index: int | None = None
     _count: int = 0
+    _told: bool = False
     _ranks: list[int] = field(default_factory=list)
     _watched: set[int] = field(default_factory=set)
     _heard: dict[int, tuple[int, float, list[RankFacts]]] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Nodes:
         """
         if self._index is not None:
             with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
-                self._count += 1
+                self._told = True
                 self._set([asdict(one) for one in mine])
                 self._listen()
         now = time.monotonic()
@@ -68,8 +69,8 @@ class Nodes:
 
     def moving(self) -> None:
         """Tell that this node's ranks move, if the others were told that they do not."""
-        if self._count:
-            self._count = 0
+        if self._told:
+            self._told = False
             self._heard.clear()
             with contextlib.suppress(RuntimeError):
                 self._set([])
@@ -89,6 +90,7 @@ class Nodes:
                 self._set([])
 
     def _set(self, facts: list[dict[str, Any]]) -> None:
+        self._count += 1
         found = {"count": self._count, "ranks": self._ranks, "facts": facts}
         self.store.set(str(self._index), json.dumps(found))
 
@@ -99,6 +101,8 @@ class Nodes:
                 continue
             found = json.loads(self.store.get(str(index)))
             self._watched.update(found["ranks"])
-            if index not in self._heard or self._heard[index][0] != found["count"]:
+            if index not in self._heard:  # it may be of long ago, and its node out of reach since
+                self._heard[index] = (found["count"], -FRESH_S, [])
+            elif self._heard[index][0] != found["count"]:
                 facts = [RankFacts.from_dict(one) for one in found["facts"]]
                 self._heard[index] = (found["count"], time.monotonic(), facts)
