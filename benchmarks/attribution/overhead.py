@@ -1,17 +1,18 @@
-"""What attribution costs, or the checks of each step: with and without, turn by turn on real gloo ranks, samples kept.
+"""What attribution, the checks of each step, or the watchdog cost: with and without, in turns on real gloo ranks.
 
     python benchmarks/attribution/overhead.py --steps 60 --output benchmarks/attribution
     python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
+    python benchmarks/attribution/overhead.py --of watch --steps 60 --output benchmarks/watch
 
-``checks`` are those of `shardwise.train.agreement`, `shardwise.parallel.data_parallel.unit_order` and what a session
-looks at by itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as
-it is.
+Samples are kept. ``watch`` is a rank's part of the watchdog. ``checks`` are those of `shardwise.train.agreement`,
+`shardwise.parallel.data_parallel.unit_order` and what a session looks at by itself (hooks, the model's structure): the
+plain contender reduces its loss as before and leaves FSDP2 as it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
-the clock costs is work of that thread. Checks cost less than even that resolves, and cost the same whatever the width
-of the model: they are also timed on a model of as many layers and parameters with a few elements each, and
-``cost_ratio`` is their time there beside the CPU time of the whole model's plain step. Also how well the parts of
-attribution add up: the sum of all parts of each run over a stopwatch around the same steps.
+the clock costs is work of that thread. Checks and the watchdog cost less than even that resolves, and cost the same
+whatever the width of the model: they are also timed on a model of as many layers and parameters with a few elements
+each, and ``cost_ratio`` is their time there beside the CPU time of the whole model's plain step. Also how well the
+parts of attribution add up: the sum of all parts of each run over a stopwatch around the same steps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each contender")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/attribution"))
-    parser.add_argument("--of", choices=("attribution", "checks"), default="attribution")
+    parser.add_argument("--of", choices=("attribution", "checks", "watch"), default="attribution")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
@@ -74,7 +75,7 @@ def main() -> None:
         "steps": arguments.steps,
         "samples": found,
     }
-    name = "overhead" if arguments.of == "attribution" else "checks"
+    name = "overhead" if arguments.of == "attribution" else arguments.of
     (arguments.output / f"{name}_cpu_{date}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -90,6 +91,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     from shardwise.plan.dims import dims_for
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
+    from shardwise.watch.rank_watch import RankWatch
 
     torch.set_num_threads(1)
     ranks = join("cpu")
@@ -105,8 +107,10 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
         for watched in (True, False):
             session, run = session_loop(plan, ranks, 1.0)
             keepers += [Attribution.attach(session)] if watched and of == "attribution" else []
+            if watched and of == "watch":
+                RankWatch(session, output)
             model = model_of()
-            with nullcontext() if watched or of == "attribution" else without_checks(session):
+            with nullcontext() if watched or of != "checks" else without_checks(session):
                 prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)
             loops.append((run, prepared, optimizer))
         listener = COMM_TIMER.listener
@@ -128,7 +132,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
         return times, cpu, keepers
 
     times, cpu, keepers = turns(decoder, 256, steps)
-    narrow = turns(functools.partial(decoder, narrow=True), 16, 4 * steps)[1] if of == "checks" else ()
+    narrow = turns(functools.partial(decoder, narrow=True), 16, 4 * steps)[1] if of != "attribution" else ()
     if ranks.is_main:
         ratios = sorted(ours / plain for ours, plain in zip(*times, strict=True))
         document = {
