@@ -148,11 +148,6 @@ def record_collectives() -> None:
         os.environ[_FLIGHT_RECORDER[0]] = _RECORDED
 
 
-def attempt() -> str:
-    """Return what tells this start of the ranks from others of the same launcher: its port, and torchrun's count."""
-    return f"{os.environ.get('MASTER_PORT', '0')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
 def is_rank() -> bool:
     """Whether a launcher has made this process a rank; nothing is checked, as by `rendezvous`.
 

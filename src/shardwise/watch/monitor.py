@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardwise.units import seconds_text
-from shardwise.watch.events import add_event
 from shardwise.watch.exit_status import OomKills
 from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
 from shardwise.watch.nodes import Nodes
@@ -16,6 +15,7 @@ from shardwise.watch.processes import ProcessFacts, unanswered_peers
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import ask
 from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge
+from shardwise.watch.watch_events import add_event
 
 QUIET_S = 3.0
 """Silence of all ranks, beyond two steps, after which they are asked where they stand."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-import os
 import secrets
-import stat
 import subprocess
 import sys
 import tempfile
@@ -15,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.distributed.process_group import broadcast_text
-from shardwise.environment import attempt
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
@@ -41,12 +37,14 @@ class RankWatch:
         self._monitor: subprocess.Popen[bytes] | None = None
         self._responder: Responder | None = None
         self._watchers = session.phase_watchers  # and not the session, which would keep the model alive
-        run, self._speaks = "", ranks.is_main and ranks.world_size > 1
-        if beside and ranks.world_size > ranks.local_world_size:  # its monitors know this start of it by a name
-            run = broadcast_text(secrets.token_hex(8) if ranks.is_main else "", ranks)
-        self._report = output.absolute() / (f"watch-{ranks.rank}.json" if run else RunFile.WATCH)
+        self._speaks = ranks.is_main and ranks.world_size > 1
+        several = beside and ranks.world_size > ranks.local_world_size
+        self._report = output.absolute() / (f"watch-{ranks.rank}.json" if several else RunFile.WATCH)
+        # its monitors know this start of the run by a name that nobody can guess
+        run = broadcast_text(secrets.token_hex(8) if ranks.is_main else "", ranks) if beside else ""
+        folder = Path(tempfile.gettempdir()) / f"shardwise-watch-{run}" if beside else output / RunFile.HEARTBEATS
         try:
-            folder = _private(_folder_here() if beside else output / RunFile.HEARTBEATS)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if sys.platform == "linux":
                 self._responder = Responder(folder, ranks.rank)
             self._heartbeat: Heartbeat | None = Heartbeat(folder, ranks.rank)
@@ -58,7 +56,9 @@ class RankWatch:
         session.at_close.callback(self.close)
         atexit.register(self.close)
         if beside and ranks.local_rank == 0 and ranks.world_size > 1 and sys.platform == "linux":
-            watched = Watched(folder, self._report, ranks.local_world_size, ranks.world_size, ranks.rank == 0, run)
+            watched = Watched(
+                folder, self._report, ranks.local_world_size, ranks.world_size, ranks.rank == 0, run if several else ""
+            )
             self._monitor = start_monitor(watched)
 
     def judge_speed(self, attribution: Attribution, say: Callable[[str], None]) -> None:
@@ -82,23 +82,3 @@ class RankWatch:
                 monitor.communicate(timeout=MONITOR_END_S)
             except (subprocess.TimeoutExpired, OSError):
                 monitor.kill()
-
-
-def _folder_here() -> Path:
-    """Folder of the heartbeats of this node's ranks: they have one parent, and each attempt of it another number."""
-    return Path(tempfile.gettempdir()) / f"shardwise-watch-{os.getuid()}-{os.getppid()}-{attempt()}"
-
-
-def _private(folder: Path) -> Path:
-    """Make ``folder`` for this user alone.
-
-    Raises:
-        OSError: it cannot be made, or somebody else has made it.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} belongs to another user, or others may open it")
-    return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import NAMES, PHASES, WAIT_PHASES
 from shardwise.units import seconds_text
-from shardwise.watch.events import add_event
+from shardwise.watch.watch_events import add_event
 
 WAITED = 0.5
 """Share of a step that the others must wait for one rank before it is called slow."""
