@@ -41,7 +41,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "skip": APART,  # which of them depends on the groups of the strategy
     "extra": APART,
     "shape": APART,
-    "exit": ("ended with exit code 0",),
+    "exit": ("ended with exit code 0", "without a word"),
     "kill": ("SIGKILL",),
     "segfault": ("SIGSEGV",),
     "exception": ("came to harm",),
@@ -229,7 +229,15 @@ def main() -> None:
                 continue
             results.append(run(trial))
             one = results[-1]
-            print(number, trial, one["right_rank"], one["right_reason"], one["seconds_to_verdict"], flush=True)
+            print(
+                number,
+                trial,
+                one["right_rank"],
+                one["right_reason"],
+                one["seconds_to_verdict"],
+                one["ranks_named"],
+                flush=True,
+            )
             if one["said"]:
                 print(one["said"], flush=True)
     times = [float(str(one["seconds_to_verdict"])) for one in results if one["seconds_to_verdict"] is not None]

@@ -370,6 +370,11 @@ def quiet_profiler() -> Iterator[None]:
         del os.environ[_PROFILER_LEVEL]
 
 
+def silence_torch() -> None:
+    """Keep torch's C++ log off this process's console, unless TORCH_CPP_LOG_LEVEL is set; before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
 def compiler() -> str:
     """Return CXX, the C++ compiler of extensions; ``c++`` by default, as in PyTorch."""
     return os.environ.get("CXX", "").strip() or "c++"

@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardwise.environment import rendezvous
+from shardwise.environment import rendezvous, silence_torch
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.nodes import Nodes
 from shardwise.watch.rank_state import tell_end
@@ -72,6 +72,7 @@ def _nodes(watched: Watched) -> Nodes | None:
     place = rendezvous() if watched.run else None
     if place is None:
         return None
+    silence_torch()  # a store that is out of reach is no news each time
     return Nodes.connect(place.master_addr, place.master_port, watched.run, watched.world_size)
 
 

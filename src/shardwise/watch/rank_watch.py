@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import secrets
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.distributed.process_group import broadcast_text
+from shardwise.environment import node_name
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
@@ -42,7 +44,8 @@ class RankWatch:
         self._report = output.absolute() / (f"watch-{ranks.rank}.json" if several else RunFile.WATCH)
         # its monitors know this start of the run by a name that nobody can guess
         run = broadcast_text(secrets.token_hex(8) if ranks.is_main else "", ranks) if beside else ""
-        folder = Path(tempfile.gettempdir()) / f"shardwise-watch-{run}" if beside else output / RunFile.HEARTBEATS
+        here = f"shardwise-watch-{run}-{node_name()}-{os.getppid()}"  # nodes may share a file system, or a name
+        folder = Path(tempfile.gettempdir()) / here if beside else output / RunFile.HEARTBEATS
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if sys.platform == "linux":
