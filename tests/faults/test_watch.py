@@ -146,17 +146,23 @@ def test_two_nodes_tell_each_other(tmp_path: Path) -> None:
     assert "nothing has moved" not in rest[1]  # rank 0's console says it, once
 
 
-def test_a_rank_that_ends_without_a_word_under_torchrun(tmp_path: Path) -> None:
-    """torchrun says nothing of a rank that ends with 0 in the middle of a step."""
-    kwargs = {"kind": "exit", "rank": 1, "step": 6}
+@pytest.mark.parametrize(
+    ("kind", "says", "ranks"),
+    [
+        ("exit", "rank 1 has ended in step 6, phase forward without a word", [1]),  # of which torchrun says nothing
+        ("order", "ranks wait for each other", [0, 1]),  # its forward makes groups: not while rank 0 plans alone
+    ],
+)
+def test_under_torchrun(tmp_path: Path, kind: str, says: str, ranks: list[int]) -> None:
+    kwargs = {"kind": kind, "rank": 1, "step": 6}
     config = write_config(
         tmp_path, model={"factory": "tests.faulty:model", "kwargs": kwargs}, parallel={"nproc": None, "strategy": "ddp"}
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "shardwise", "train", str(config)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
-    assert "shardwise: rank 1 has ended in step 6, phase forward without a word" in done.stderr, done.stderr
-    assert json.loads((tmp_path / "run" / "watch.json").read_text())["events"][0]["ranks"] == [1]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=200)
+    assert f"shardwise: {says}" in done.stderr or f"none could go on: {says}" in done.stderr, done.stderr
+    assert json.loads((tmp_path / "run" / "watch.json").read_text())["events"][0]["ranks"] == ranks
 
 
 def test_a_slow_rank_is_named_and_training_goes_on(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,9 @@ def gather_text(text: str, ranks: Ranks) -> list[str]:
 def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str:
     """Call ``prepare`` on rank 0 only, and return its result on every rank. Collective.
 
+    ``prepare`` finds no process group: a model whose forward calls a collective, which nobody else would join, sees
+    the same as before ranks start.
+
     Raises:
         ShardwiseError: on rank 0, the error of ``prepare``.
         UserError: on the others, that rank 0 could not prepare ``what``.
@@ -272,7 +275,8 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     text, failure = "", None
     if ranks.is_main:
         try:
-            text = prepare()
+            with _no_process_group():
+                text = prepare()
         except ShardwiseError as error:
             failure = error
     text = broadcast_text(text, ranks)
@@ -283,6 +287,17 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
         told.on_all_ranks = True
         raise told
     return text
+
+
+@contextlib.contextmanager
+def _no_process_group() -> Iterator[None]:
+    """Inside, ``torch.distributed`` is as if it were not initialised."""
+    group = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = group
 
 
 def broadcast_text(text: str, ranks: Ranks) -> str:
