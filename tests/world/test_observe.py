@@ -111,7 +111,7 @@ def with_no_sync() -> Receipt:
     found = train(
         model, adamw(model), "ddp", accum=3, around=quiet, before_step=clip(model), grad_accum=3, clip_norm=0.1
     )
-    line = next(line for line in found.lines if line.name == "gradient synchronisations")
+    line = next(line for line in found.lines if line.name == "gradient reductions")
     assert line.found == "in 1 of 3 backwards"
     return found
 
@@ -495,9 +495,9 @@ def fsdp1_clipped_by_local_norms() -> Receipt:
 
 FAULTS: dict[Callable[[], Receipt], str] = {
     fsdp_asked_ddp_run: "wrapper",
-    no_sync_around_the_backward_alone: "gradient synchronisations",
-    never_synchronised: "gradient synchronisations",
-    past_the_wrapper: "forwards through the wrapper",
+    no_sync_around_the_backward_alone: "gradient reductions",
+    never_synchronised: "gradient reductions",
+    past_the_wrapper: "forwards through DDP",
     group_not_held: "held by the optimizer",
     held_twice: "held by the optimizer",
     optimizer_before_sharding: "held by the optimizer",
@@ -505,40 +505,40 @@ FAULTS: dict[Callable[[], Receipt], str] = {
     fp32_asked_bf16_run: "compute dtype",
     untied: "tied weights",
     same_sampler: "samples across ranks",
-    clipped_by_local_norms: "gradient scaling before the step",
-    fsdp1_clipped_by_local_norms: "gradient scaling before the step",
-    not_clipped: "gradient norm at the step",
+    clipped_by_local_norms: "gradient scaling",
+    fsdp1_clipped_by_local_norms: "gradient scaling",
+    not_clipped: "gradient norm",
     drifting_buffer: "buffers across ranks",
     drifting_buffer_fsdp2: "buffers across ranks",
-    dropout_left_off: "model during training forwards",
+    dropout_left_off: "training mode",
     zero1_asked_whole_state: "optimizer state",
     recompute_asked_none_run: "activation recompute",
     fewer_micro_batches: "micro batches per step",
     other_weights_on_each_rank: "weights across ranks",
-    root_not_sharded: "gradient elements reduced per step",
+    root_not_sharded: "elements reduced per step",
     parameter_ignored: "gradients across ranks",
     offload_asked_none_run: "offload",
-    resharding_asked_none_run: "weights after the forward",
+    resharding_asked_none_run: "resharded after forward",
 }
 # what a fault also makes wrong
 BESIDE = {
     fsdp_asked_ddp_run: {"parameters", "optimizer state"},
-    never_synchronised: {"gradient elements reduced per step", "gradients across ranks", "weights across ranks"},
+    never_synchronised: {"elements reduced per step", "gradients across ranks", "weights across ranks"},
     past_the_wrapper: {
-        "gradient synchronisations",
-        "gradient elements reduced per step",
+        "gradient reductions",
+        "elements reduced per step",
         "gradients across ranks",
         "weights across ranks",
     },
-    clipped_by_local_norms: {"gradient norm at the step"},
+    clipped_by_local_norms: {"gradient norm"},
     # each block is a root of its own then, and a root keeps its weights
     root_not_sharded: {
         "parameters",
-        "weights after the forward",
+        "resharded after forward",
         "gradients across ranks",
         "weights across ranks",
     },
-    parameter_ignored: {"weights across ranks", "gradient elements reduced per step"},
+    parameter_ignored: {"weights across ranks", "elements reduced per step"},
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.environment import accelerate_fsdp
 from shardwise.errors import UserError
 from shardwise.observation.expectation import Expectation, of_strategy
 from shardwise.plan.plan import Plan
@@ -67,6 +68,8 @@ def of_accelerator(accelerator: Any) -> Expectation:
         found = _of_fsdp_plugin(fsdp)
     elif deepspeed is not None:
         found = of_strategy(f"deepspeed-zero{deepspeed.zero_stage}" if deepspeed.zero_stage else "ddp")
+    elif accelerate_fsdp():  # its state forgets the plugin where it does not use it, as on CPUs
+        found = of_strategy("fsdp", "FSDP, by its plugin or launcher")
     else:
         found = of_strategy("ddp").model_copy(update={"source": "ddp, as no plugin is set"})
     mixed = str(accelerator.mixed_precision)

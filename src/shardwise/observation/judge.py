@@ -9,11 +9,12 @@ from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.rank_lines import rank_lines
 from shardwise.observation.setup_lines import UNSTATED, setup_lines
 from shardwise.receipts.receipt import Line, Receipt
+from shardwise.units import counted
 
 
 def judge(expected: Expectation, ranks: Sequence[LoopFacts]) -> Receipt:
     """Return the receipt of ``ranks``, in rank order."""
     planned = expected.source or UNSTATED
-    steps = Line(name="expectation", planned=planned, found=f"{len(ranks)} ranks, observed in step 2", ok=None)
+    steps = Line(name="expectation", planned=planned, found=f"step 2 of {counted(len(ranks), 'rank')}", ok=None)
     lines = (steps, *setup_lines(expected, ranks), *rank_lines(expected, ranks))
     return Receipt(title="observed loop", lines=lines)

@@ -22,6 +22,7 @@ from shardwise.observation.judge import judge
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_trace import LoopTrace
 from shardwise.receipts.receipt import Line, Receipt
+from shardwise.report.terminal import print_receipt
 
 OnDifference = Literal["report", "error"]
 _OBSERVED_STEP = 2  # the first one still allocates, and DDP orders its buckets in it
@@ -159,8 +160,6 @@ def observe(
 
 
 def _print(receipt: Receipt) -> None:
-    from shardwise.report.terminal import print_receipt
-
     sys.stdout.flush()
     print_receipt(receipt)
 

@@ -94,7 +94,7 @@ def _factor_line(ranks: Sequence[LoopFacts]) -> Iterator[Line]:
     found = f"× {factors[most]:.4g} on each"
     if not ok:
         found = f"× {factors[least]:.4g} on rank {least}, × {factors[most]:.4g} on rank {most}: clipped by local norms?"
-    yield Line(name="gradient scaling before the step", planned="the same factor on every rank", found=found, ok=ok)
+    yield Line(name="gradient scaling", planned="the same factor on every rank", found=found, ok=ok)
 
 
 def _norm_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[Line]:
@@ -106,7 +106,7 @@ def _norm_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[Li
     wanted = expected.clip_norm
     ok = None if wanted is None else norm <= wanted * (1 + _CLIPPED)
     planned = UNSTATED if wanted is None else f"at most {wanted:g}"
-    yield Line(name="gradient norm at the step", planned=planned, found=f"{norm:.6g}", ok=ok)
+    yield Line(name="gradient norm", planned=planned, found=f"{norm:.6g}", ok=ok)
 
 
 def _weight_line(ranks: Sequence[LoopFacts]) -> Line:

@@ -94,7 +94,8 @@ def _sharding_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
         if strategy is None or world == 1 or _by_engine(facts):
             return text, None
         wrong = [p.name for p in facts.trained if not is_right(p)]
-        return (f"{text}; not as planned: {names_text(wrong)}" if wrong else text), not wrong
+        which = names_text(wrong) if len(wrong) < len(facts.trained) else f"all {len(wrong)}"
+        return (f"{text}; not as planned: {which}" if wrong else text), not wrong
 
     return one_of_each("parameters", planned, ranks, judge)
 
@@ -105,15 +106,15 @@ def _reshard_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator
     if not any(facts.wrapper == "FSDP2" for facts in ranks):
         return
     wanted = None if strategy is None or not strategy.shards_parameters else strategy.reshards_after_forward
-    planned = UNSTATED if wanted is None else "gathered again in the backward" if wanted else "gathered once"
+    planned = UNSTATED if wanted is None else "yes" if wanted else "no"
 
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
         calls = sum(one.calls for one in facts.traffic if (one.name, one.phase) == ("all_gather", "backward"))
-        text = f"{calls} all-gathers in the backward"
+        text = f"{'yes' if calls else 'no'}, {counted(calls, 'all-gather')} in the backward"
         unclear = wanted is None or facts.units < 2 or facts.world_size == 1
         return text, None if unclear else bool(calls) == wanted
 
-    yield one_of_each("weights after the forward", planned, ranks, judge)
+    yield one_of_each("resharded after forward", planned, ranks, judge)
 
 
 def _held_line(ranks: Sequence[LoopFacts]) -> Line:
@@ -198,14 +199,14 @@ def _sync_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
             return f"{text}, {facts.sync_refused} of them although no_sync was on: it must surround the forward", False
         return text, bool(synced or after) if judged else None
 
-    yield one_of_each("gradient synchronisations", "at least one per step" if judged else UNSTATED, ranks, judge)
+    yield one_of_each("gradient reductions", "at least one per step" if judged else UNSTATED, ranks, judge)
 
     def judge_size(facts: LoopFacts) -> tuple[str, bool | None]:
         found = sum(facts.backward_elements) + facts.after_elements
         return str(found), None if not judged or _by_engine(facts) else found >= full
 
     planned = f"at least {full}" if judged else UNSTATED
-    yield one_of_each("gradient elements reduced per step", planned, ranks, judge_size)
+    yield one_of_each("elements reduced per step", planned, ranks, judge_size)
 
     def judge_way(facts: LoopFacts) -> tuple[str, bool | None]:
         if not facts.bypassed:
@@ -213,7 +214,7 @@ def _sync_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
         return f"{facts.bypassed} of {facts.forwards} call the module inside, which reduces nothing", False
 
     if any(facts.wrapper == "DDP" for facts in ranks):
-        yield one_of_each("forwards through the wrapper", "all", ranks, judge_way)
+        yield one_of_each("forwards through DDP", "all", ranks, judge_way)
 
 
 def _reduced_elements(ranks: Sequence[LoopFacts]) -> int:
@@ -257,13 +258,11 @@ def _mode_lines(ranks: Sequence[LoopFacts]) -> Iterator[Line]:
         if facts.training is None:
             return "unknown: the model's own forward was not called", None
         if not facts.training:
-            off = f"evaluation mode, with {facts.dropouts} dropout or norm modules" if facts.dropouts else "evaluation"
-            return off, False if facts.dropouts else None
-        if facts.quiet:
-            return f"training mode, but evaluation mode of {names_text(facts.quiet)}", None
-        return "training mode", True
+            modules = counted(facts.dropouts, "module")
+            return f"off, with {modules} of dropout or batch norm", False if facts.dropouts else None
+        return (f"on, and off in {names_text(facts.quiet)}", None) if facts.quiet else ("on", True)
 
-    yield one_of_each("model during training forwards", "training mode", ranks, judge)
+    yield one_of_each("training mode", "on", ranks, judge)
 
 
 def _tied_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[Line]:

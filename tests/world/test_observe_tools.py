@@ -1,0 +1,211 @@
+"""Receipts of other tools' loops on two ranks: transformers' Trainer, TRL, Accelerate, Lightning's Fabric."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.receipts.receipt import Receipt
+from tests.models import decoder
+from tests.world.test_observe import Lines, batches, clip, loss_of, train, wrong
+from tests.worlds import run_each, run_world
+
+PORT = {"trainer": 29541, "accelerate": 29542}
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, max_position_embeddings=32, **sizes, **options)
+    return LlamaForCausalLM(config)
+
+
+def rows(number: int = 64) -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(64, (number, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def arguments(kind: Any = None, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    usual = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": [], "save_strategy": "no"}
+    quiet = {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True, "output_dir": tempfile.mkdtemp()}
+    return (kind or TrainingArguments)(**{**usual, **quiet, **options})
+
+
+def fresh() -> None:
+    """Accelerate keeps its state for the life of a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._shared_state.clear()
+
+
+def of_trainer(options: dict[str, Any], model_options: dict[str, Any] | None = None) -> tuple[Lines, int]:
+    from transformers import Trainer
+
+    from shardwise.integrations.transformers import ReceiptCallback
+
+    fresh()
+    callback = ReceiptCallback(on_receipt=lambda _: None)
+    model = llama(**(model_options or {}))
+    Trainer(model=model, args=arguments(**options), train_dataset=rows(), callbacks=[callback]).train()
+    assert callback.receipt is not None
+    return wrong(callback.receipt), judged(callback.receipt)
+
+
+def judged(receipt: Receipt) -> int:
+    return sum(line.ok is True for line in receipt.lines)
+
+
+TRAINER: list[dict[str, Any]] = [
+    {},
+    {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+    {"bf16": True},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"optim": "adafactor", "warmup_steps": 2, "lr_scheduler_type": "cosine"},
+    {"num_train_epochs": 1, "max_steps": -1, "gradient_accumulation_steps": 10},
+]
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+FSDP_LINES = {"wrapper", "parameters", "optimizer state"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_runs_what_it_was_asked_for() -> None:
+    cases: list[tuple[Any, ...]] = [(options,) for options in TRAINER]
+    cases += [({}, {"tie_word_embeddings": True}), ({}, {"attention_dropout": 0.1})]
+    found = run_each(of_trainer, 2, cases, timeout_s=170)
+    for case, (first, second) in zip(cases, found, strict=True):
+        assert first == second
+        assert not first[0], case
+        assert first[1] >= 10
+
+
+def test_trainer_asked_for_fsdp_runs_ddp_on_cpus() -> None:
+    (first, second) = run_world(of_trainer, 2, FSDP)
+    assert first == second
+    assert first[0].keys() == FSDP_LINES
+    assert first[0]["wrapper"] == "planned FSDP2, found DDP"
+
+
+def ends_the_training() -> str:
+    from transformers import Trainer
+
+    from shardwise.integrations.transformers import ReceiptCallback
+
+    fresh()
+    callback = ReceiptCallback("error", on_receipt=lambda _: None)
+    trainer = Trainer(model=llama(), args=arguments(**FSDP), train_dataset=rows(), callbacks=[callback])
+    with pytest.raises(shardwise.ShardwiseError) as caught:
+        trainer.train()
+    assert trainer.state.global_step == 2
+    return str(caught.value)
+
+
+def test_a_difference_ends_the_training_if_asked() -> None:
+    first, second = run_world(ends_the_training, 2)
+    assert first == second
+    assert "wrapper: planned FSDP2, found DDP" in first
+
+
+def of_sft(options: dict[str, Any]) -> tuple[Lines, int]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from shardwise.integrations.transformers import ReceiptCallback
+
+    fresh()
+    callback = ReceiptCallback(on_receipt=lambda _: None)
+    data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
+    config = arguments(SFTConfig, **{"bf16": False, "gradient_checkpointing": False, **options})
+    tokenizer = word_tokenizer()
+    SFTTrainer(model=llama(), args=config, train_dataset=data, processing_class=tokenizer, callbacks=[callback]).train()
+    assert callback.receipt is not None
+    return wrong(callback.receipt), judged(callback.receipt)
+
+
+def word_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w1", pad_token="w2", unk_token="w0")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_sft_trainer() -> None:
+    clean, fault = run_each(of_sft, 2, [({},), (FSDP,)], timeout_s=170)
+    assert not clean[0][0]
+    assert clean[0][1] >= 10
+    assert fault[0][0].keys() == FSDP_LINES
+
+
+def of_accelerate(options: dict[str, Any], model_of: Callable[[], nn.Module] | None = None) -> tuple[Lines, int]:
+    from accelerate import Accelerator
+
+    fresh()
+    accelerator = Accelerator(cpu=True, **options)
+    model = decoder().float()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found: list[Receipt] = []
+    accum = accelerator.gradient_accumulation_steps
+    with shardwise.observe(model, optimizer, accelerator, on_receipt=found.append) as observer:
+        for inputs, labels in batches(3 * accum):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model(inputs), labels))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert observer.receipt is not None
+    return wrong(observer.receipt), judged(observer.receipt)
+
+
+def accelerate_cases() -> list[tuple[Lines, int]]:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    cases = [{}, {"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}]
+    found = [of_accelerate(options) for options in cases]
+    return [*found, of_accelerate({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)})]
+
+
+def test_accelerate() -> None:
+    first, second = run_world(accelerate_cases, 2)
+    assert first == second
+    *clean, fault = first
+    assert [lines for lines, _ in clean] == [{}, {}, {}]
+    assert all(number >= 10 for _, number in clean)
+    assert fault[0].keys() == FSDP_LINES
+
+
+def of_fabric(strategy: str) -> tuple[Lines, int]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    model = decoder().float()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    receipt = train(model, optimizer, strategy, backward=fabric.backward, before_step=clip(model))
+    return wrong(receipt), judged(receipt)
+
+
+def test_fabric() -> None:
+    first, second = run_world(of_fabric, 2, "ddp")
+    assert first == second
+    assert not first[0]
+    assert first[1] >= 10
