@@ -13,7 +13,7 @@ from shardwise.observation.observer import LoopObserver, OnDifference, observe
 from shardwise.receipts.receipt import Receipt
 
 
-class ReceiptCallback(transformers.TrainerCallback):
+class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Callback that compares the first two steps with the ``TrainingArguments``, and prints the receipt on rank 0.
 
     Args:

@@ -18,8 +18,8 @@ from shardwise.errors import TrainingError, UserError
 from shardwise.observation.collect import collect, innermost, tied_groups, torch_optimizers
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
-from shardwise.observation.judge import judge
 from shardwise.observation.loop_facts import LoopFacts
+from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.observation.loop_trace import LoopTrace
 from shardwise.receipts.receipt import Line, Receipt
 from shardwise.report.terminal import print_receipt
@@ -96,16 +96,16 @@ class LoopObserver:
 
     def _judge(self, mine: LoopFacts) -> Receipt:
         if self._ranks is None:
-            return judge(self.expected, [mine])
+            return loop_receipt(self.expected, [mine])
         try:
             gather_ints([1], self._ranks, "observed step", patient=False, limit_s=_PATIENCE_S)
             texts = gather_text(mine.model_dump_json(), self._ranks)
         except (TrainingError, RuntimeError) as error:  # the run is not stopped for its observer
-            alone = judge(self.expected, [mine])
+            alone = loop_receipt(self.expected, [mine])
             name = "ranks in the same step"
             line = Line(name=name, planned=f"all {mine.world_size}", found=f"{error}", ok=False)
             return alone.model_copy(update={"lines": (line, *alone.lines)})
-        return judge(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
+        return loop_receipt(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
 
 
 def observe(

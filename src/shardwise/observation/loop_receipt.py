@@ -12,7 +12,7 @@ from shardwise.receipts.receipt import Line, Receipt
 from shardwise.units import counted
 
 
-def judge(expected: Expectation, ranks: Sequence[LoopFacts]) -> Receipt:
+def loop_receipt(expected: Expectation, ranks: Sequence[LoopFacts]) -> Receipt:
     """Return the receipt of ``ranks``, in rank order."""
     planned = expected.source or UNSTATED
     steps = Line(name="expectation", planned=planned, found=f"step 2 of {counted(len(ranks), 'rank')}", ok=None)
