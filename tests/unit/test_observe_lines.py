@@ -189,6 +189,9 @@ def test_mistakes_have_one_message() -> None:
         shardwise.observe(model, optimizer, 3)
     with pytest.raises(UserError, match="no step hooks"):
         shardwise.observe(model, object())
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
+    with pytest.raises(UserError, match="DeepSpeed's engine"):
+        shardwise.observe(engine, optimizer)
     with pytest.raises(UserError, match="use report or error"):
         shardwise.observe(model, optimizer, on_difference="raise")  # type: ignore[arg-type]
     assert not model._forward_hooks and not optimizer._optimizer_step_post_hooks

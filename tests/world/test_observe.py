@@ -282,6 +282,26 @@ def called_twice() -> Receipt:
     return train(model, adamw(model), "ddp", call=lambda ids: model(ids) + model(ids.flip(0)), grad_accum=1)
 
 
+def with_closures() -> Receipt:
+    """The forward and the backward are inside the optimizer's step, as in Lightning's."""
+    model = DDP(plain())
+    optimizer = adamw(model)
+    found: list[Receipt] = []
+    observer = shardwise.observe(model, optimizer, "ddp", on_receipt=found.append, grad_accum=1, clip_norm=0.1)
+    for inputs, labels in batches(3):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(inputs), labels)  # noqa: B023
+            loss.backward()
+            clip(model)()
+            return loss
+
+        assert optimizer.step(closure) > 0
+    assert observer.receipt is not None
+    return observer.receipt
+
+
 def nothing_expected() -> Receipt:
     """A loop on each rank alone is not judged by what nobody stated, apart from what ranks must share."""
     model = DDP(plain())
@@ -308,6 +328,7 @@ CLEAN: dict[str, Callable[[], Receipt]] = {
     "ddp called twice": called_twice,
     "ddp zeroes its gradients": functools.partial(of_ddp, accum=2),
     "ddp and another mode": other_modes,
+    "ddp in closures": with_closures,
     "by hand": by_hand,
     "nothing expected": nothing_expected,
     "zero1": of_zero1,

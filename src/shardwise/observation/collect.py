@@ -259,7 +259,12 @@ def torch_optimizers(optimizer: Any) -> list[Optimizer]:
     """Return PyTorch's optimizers inside of other tools' wrappers."""
     found = []
     for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        while isinstance(inner := getattr(one, "optimizer", None), object) and inner is not None:
+        while (inner := getattr(one, "optimizer", None)) is not None and not is_deepspeed(one):
             one = inner
         found.append(one)
     return found
+
+
+def is_deepspeed(part: Any) -> bool:
+    """Return whether an engine or an optimizer is DeepSpeed's."""
+    return any(base.__module__.startswith("deepspeed.") for base in type(part).__mro__)

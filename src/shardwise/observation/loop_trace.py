@@ -175,7 +175,24 @@ class LoopTrace:
         self.samples, self.marks, self.ends = [], [], []
         self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record the gradients; those of a closure after it has run, within the step."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._see_gradients()
+            self._stepping = True
+            return None
+
+        def observed() -> Any:
+            self._stepping = False
+            result = closure()
+            self._see_gradients()
+            self._stepping = True
+            return result
+
+        return args[:1], {**kwargs, "closure": observed}
+
+    def _see_gradients(self) -> None:
         if self._recorder is None:
             return
         if self._in_backward:
@@ -183,7 +200,6 @@ class LoopTrace:
         with _disable_current_modes(), torch.no_grad():
             self.norms |= gradient_norms(self.root)
             self.gradient_dtypes |= {dtype_name(g.dtype) for g in state.gradients(self.root)}
-        self._stepping = True
 
     def _after_step(self, *_: Any) -> None:
         self._stepping = False

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text, join, leave
 from shardwise.errors import TrainingError, UserError
-from shardwise.observation.collect import collect, innermost, tied_groups, torch_optimizers
+from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
@@ -154,6 +154,11 @@ def observe(
     }
     expected = expectation_of(expect, stated)
     optimizers = torch_optimizers(optimizer)
+    if any(is_deepspeed(part) for part in (model, *optimizers)):
+        raise UserError(
+            "observe: the loop runs DeepSpeed's engine, which keeps gradients and state in buffers that cannot be "
+            "judged here; shardwise.start('deepspeed-zero2') trains with DeepSpeed and judges it"
+        )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
     return LoopObserver(model, optimizers, expected, on_receipt or _print, on_difference)

@@ -91,7 +91,7 @@ def _sharding_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
             kinds[p.placement] = kinds.get(p.placement, 0) + 1
         text = "; ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         text += f"; {here} of {full} elements here" if here != full else ""
-        if strategy is None or world == 1 or _by_engine(facts):
+        if strategy is None or world == 1:
             return text, None
         wrong = [p.name for p in facts.trained if not is_right(p)]
         which = names_text(wrong) if len(wrong) < len(facts.trained) else f"all {len(wrong)}"
@@ -119,8 +119,6 @@ def _reshard_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator
 
 def _held_line(ranks: Sequence[LoopFacts]) -> Line:
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
-        if _by_engine(facts):
-            return "unknown: the engine has its own copies", None
         missing = [p.name for p in facts.trained if p.held == 0]
         twice = [p.name for p in facts.trained if p.held > 1]
         text = f"{len(facts.trained) - len(missing)} of {len(facts.trained)} trainable parameters"
@@ -189,8 +187,6 @@ def _sync_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
     judged = expected.strategy is not None
 
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
-        if _by_engine(facts):
-            return "unknown: the engine reduces by itself", None
         synced = sum(number >= _SYNCED * full for number in facts.backward_elements)
         after = facts.after_elements >= _SYNCED * full
         text = f"in {synced} of {facts.backwards} backwards"
@@ -203,7 +199,7 @@ def _sync_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
 
     def judge_size(facts: LoopFacts) -> tuple[str, bool | None]:
         found = sum(facts.backward_elements) + facts.after_elements
-        return str(found), None if not judged or _by_engine(facts) else found >= full
+        return str(found), found >= full if judged else None
 
     planned = f"at least {full}" if judged else UNSTATED
     yield one_of_each("elements reduced per step", planned, ranks, judge_size)
@@ -278,7 +274,3 @@ def _tied_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
         return "; ".join(" = ".join(group) for group in wanted), True
 
     yield one_of_each("tied weights", "; ".join(" = ".join(group) for group in wanted), ranks, judge)
-
-
-def _by_engine(facts: LoopFacts) -> bool:
-    return facts.wrapper.startswith("DeepSpeed")
