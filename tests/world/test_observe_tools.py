@@ -5,20 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardwise
 from shardwise.receipts.receipt import Receipt
-from tests.models import decoder
-from tests.world.test_observe import Lines, batches, clip, loss_of, train, wrong
+from tests.models import VOCAB, decoder
+from tests.world.test_observe import Lines, batches, clip, loss_of, sharded, train, wrong
 from tests.worlds import run_each, run_world
-
-PORT = {"trainer": 29541, "accelerate": 29542}
 
 
 def llama(**options: Any) -> Any:
@@ -153,7 +150,7 @@ def test_sft_trainer() -> None:
     assert fault[0][0].keys() == FSDP_LINES
 
 
-def of_accelerate(options: dict[str, Any], model_of: Callable[[], nn.Module] | None = None) -> tuple[Lines, int]:
+def of_accelerate(options: dict[str, Any]) -> tuple[Lines, int]:
     from accelerate import Accelerator
 
     fresh()
@@ -191,21 +188,107 @@ def test_accelerate() -> None:
     assert fault[0].keys() == FSDP_LINES
 
 
-def of_fabric(strategy: str) -> tuple[Lines, int]:
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+def of_accelerate_fsdp2(*, offload: bool) -> tuple[Lines, int]:
+    """Accelerate's own FSDP2, which it leaves out on CPUs unless its state says that they shard."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
 
-    os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
-    fabric.launch()
+    fresh()
+    wrapped = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False, **wrapped)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     model = decoder().float()
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    receipt = train(model, optimizer, strategy, backward=fabric.backward, before_step=clip(model))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if offload:  # asked for after it was left out
+        plugin.cpu_offload = CPUOffloadPolicy()
+    clips = {"before_step": lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1), "clip_norm": 0.1}
+    receipt = train(model, optimizer, accelerator, backward=accelerator.backward, **clips)
     return wrong(receipt), judged(receipt)
 
 
-def test_fabric() -> None:
-    first, second = run_world(of_fabric, 2, "ddp")
-    assert first == second
-    assert not first[0]
-    assert first[1] >= 10
+def test_accelerate_with_fsdp2() -> None:
+    clean, fault = run_each(_fsdp2_case, 2, [(False,), (True,)])
+    assert clean[0] == clean[1]
+    assert not clean[0][0]
+    assert clean[0][1] >= 10
+    assert fault[0][0].keys() == {"offload"}
+
+
+def _fsdp2_case(offload: bool) -> tuple[Lines, int]:
+    return of_accelerate_fsdp2(offload=offload)
+
+
+def elastic() -> Any:
+    """Lightning's view of a world of ranks that exists already."""
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29511")
+    return TorchElasticEnvironment()
+
+
+def of_fabric(expect: str) -> tuple[Lines, int]:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def shard(model: Any, mesh: Any) -> Any:
+        return sharded(model, mesh=mesh["data_parallel"])
+
+    strategy: Any = expect
+    if expect == "fsdp":
+        strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[elastic()])
+    fabric.launch()
+    model = fabric.setup(decoder().float())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    receipt = train(model, optimizer, expect, backward=fabric.backward, before_step=clip(model))
+    return wrong(receipt), judged(receipt)
+
+
+def of_lightning(expect: str) -> tuple[Lines, int]:
+    """Lightning's Trainer runs forward and backward in a closure of the optimizer's step."""
+    import lightning
+
+    found: list[Any] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = decoder().float()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return loss_of(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    class Receipts(lightning.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            stated = {"grad_accum": 2, "clip_norm": 0.1, "on_receipt": lambda _: None}
+            found.append(shardwise.observe(trainer.strategy.model, trainer.optimizers, expect, **stated))
+
+    ids = torch.randint(VOCAB, (64, 8), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "strategy": "ddp"}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, callbacks=[Receipts()], plugins=[elastic()], **quiet, **options
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
+    return wrong(found[0].receipt), judged(found[0].receipt)
+
+
+def of_lightning_tools(kind: str, expect: str) -> tuple[Lines, int]:
+    return of_fabric(expect) if kind == "fabric" else of_lightning(expect)
+
+
+def test_lightning_and_fabric() -> None:
+    cases = [("fabric", "ddp"), ("fabric", "fsdp"), ("trainer", "ddp"), ("trainer", "fsdp")]
+    *clean, fault = run_each(of_lightning_tools, 2, cases, timeout_s=170)
+    for ranks in clean:
+        assert ranks[0] == ranks[1]
+        assert not ranks[0][0]
+        assert ranks[0][1] >= 10
+    assert fault[0][0].keys() == FSDP_LINES

@@ -110,7 +110,8 @@ def of_training_arguments(arguments: Any) -> Expectation:
 
 
 def _of_fsdp_plugin(plugin: Any) -> Expectation:
-    offload = getattr(plugin.cpu_offload, "offload_params", plugin.cpu_offload)
+    policy = plugin.cpu_offload  # FSDP1's CPUOffload, FSDP2's policy, or a bool
+    offload = type(policy).__name__ == "CPUOffloadPolicy" or getattr(policy, "offload_params", policy is True)
     recompute = True if plugin.activation_checkpointing else None
     if plugin.fsdp_version == 2:
         found = _fsdp2(bool(plugin.reshard_after_forward), bool(offload))
