@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,20 @@ def test_norms_that_are_not_numbers_are_equal_to_each_other_alone() -> None:
 
     assert line("gradients across ranks", "ddp", rank(0, float("nan")), rank(1, float("inf")))[1] is True
     assert line("gradients across ranks", "ddp", rank(0, float("nan")), rank(1, 1.0))[1] is False
+
+
+def test_facts_survive_the_way_between_ranks() -> None:
+    odd = facts(norm_step=float("inf"), parameters=(parameter("a", norm=float("nan")),))
+    back = LoopFacts.model_validate_json(odd.model_dump_json())
+    assert back.norm_step == float("inf")
+    assert math.isnan(back.parameters[0].norm or 0.0)
+
+
+def test_a_model_compiled_in_place_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.compile(backend="eager")
+    with pytest.raises(UserError, match=r"torch\.compile"):
+        shardwise.observe(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_data_that_repeats_itself_is_reported() -> None:

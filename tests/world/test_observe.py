@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise
+import shardwise.observation.observer as observer_module
 from shardwise.receipts.receipt import Receipt
 from tests.models import VOCAB, Decoder, decoder
 from tests.worlds import run_each, run_world
@@ -302,6 +304,14 @@ def with_closures() -> Receipt:
     return observer.receipt
 
 
+def compiled(*, outside: bool) -> Receipt:
+    if outside:
+        model: Any = torch.compile(DDP(plain()), backend="aot_eager")
+    else:
+        model = DDP(torch.compile(plain(), backend="aot_eager"))
+    return train(model, adamw(model), "ddp", before_step=clip(model), clip_norm=0.1)
+
+
 def nothing_expected() -> Receipt:
     """A loop on each rank alone is not judged by what nobody stated, apart from what ranks must share."""
     model = DDP(plain())
@@ -329,6 +339,8 @@ CLEAN: dict[str, Callable[[], Receipt]] = {
     "ddp zeroes its gradients": functools.partial(of_ddp, accum=2),
     "ddp and another mode": other_modes,
     "ddp in closures": with_closures,
+    "ddp around a compiled model": functools.partial(compiled, outside=False),
+    "ddp compiled": functools.partial(compiled, outside=True),
     "by hand": by_hand,
     "nothing expected": nothing_expected,
     "zero1": of_zero1,
@@ -663,12 +675,38 @@ def left_early() -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def ends() -> str:
+def unreadable() -> list[str]:
+    """Facts that one rank cannot read end nothing: there is no receipt, and the log says why."""
+    model, said = DDP(plain()), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    if dist.get_rank() == 1:
+        observer_module.collect = failing
+    optimizer = adamw(model)
+    observer = shardwise.observe(model, optimizer, "fsdp", on_difference="error")
+    for inputs, labels in batches(3):
+        loss_of(model(inputs), labels).backward()
+        optimizer.step()
+    assert observer.receipt is None
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return said
+
+
+def failing(*_: Any) -> None:
+    raise ValueError("no facts here")
+
+
+def ends() -> tuple[str, list[str]]:
     left_early()
-    return raises_on_both()
+    return raises_on_both(), unreadable()
 
 
-def test_a_difference_raises_on_every_rank() -> None:
-    first, second = run_world(ends, 2)
+def test_how_an_observation_ends() -> None:
+    """A difference raises on every rank if asked to; facts that cannot be read do not stop a run."""
+    (first, said), (second, nothing) = run_world(ends, 2)
     assert first == second
     assert "observed loop: wrapper: planned FSDP2 or FSDP1, found DDP" in first
+    why = "rank 1: ValueError: no facts here"
+    assert said == [f"observe: no receipt, as facts of the loop cannot be read: {why}"]
+    assert not nothing

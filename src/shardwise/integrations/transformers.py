@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sized
 from typing import Any, get_args
 
@@ -11,6 +12,8 @@ from shardwise.errors import UserError
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.observer import LoopObserver, OnDifference, observe
 from shardwise.receipts.receipt import Receipt
+
+_LOG = logging.getLogger("shardwise")
 
 
 class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
@@ -41,6 +44,9 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to observe the prepared model and optimizer."""
+        if getattr(args, "torch_compile", False):  # the Trainer hides the compiled model around the one that it gives
+            _LOG.warning("ReceiptCallback: no receipt, as torch_compile=True compiles the model with its hooks")
+            return
         expected = expectation_of(args if self._expect is None else self._expect, {})
         loader = kwargs.get("train_dataloader")
         batches = len(loader) if isinstance(loader, Sized) else None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.errors import UserError
 from shardwise.measure import state
 from shardwise.model.read import clean_name, dtype_name
 from shardwise.observation.loop_facts import BufferFacts, LoopFacts, ParameterFacts, TrafficFacts
@@ -242,17 +243,29 @@ def _offloads(root: nn.Module, units: Sequence[Any]) -> bool | None:
     return any(one.offload_params for one in older) if older else None
 
 
-def innermost(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """Return the module inside of wrappers, and the DDP around it if there is one."""
+def innermost(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the outermost module without wrappers, and the DDP around it; a compiled one is not entered.
+
+    Raises:
+        UserError: its ``__call__`` is compiled in place, with hooks and all.
+    """
     wrapper = None
     while True:
         if isinstance(model, DistributedDataParallel):
             wrapper, model = model, model.module
-            continue
-        inner = getattr(model, "_forward_module", None) or getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model, wrapper
-        model = inner
+        elif isinstance(inner := getattr(model, "_forward_module", None), nn.Module):
+            model = inner
+        else:
+            break
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UserError(
+            "observe: model.compile() compiles the model's hooks with it; call torch.compile(model), or compile its "
+            "blocks"
+        )
+    compiled = getattr(model, "_orig_mod", None)
+    if wrapper is None and isinstance(compiled, DistributedDataParallel):
+        wrapper = compiled
+    return model, wrapper
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:

@@ -14,7 +14,7 @@ class ParameterFacts(BaseModel):
     checksum after the step.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     name: str
     elements: int
@@ -62,7 +62,7 @@ class LoopFacts(BaseModel):
     during training. ``earlier`` are the sample checksums of the first step.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
     rank: int
     world_size: int

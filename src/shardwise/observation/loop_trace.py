@@ -66,7 +66,8 @@ class LoopTrace:
 
     def attach(self) -> None:
         """Register the hooks; records begin with `start`."""
-        modules = [self.root] if self.wrapper is None else [self.wrapper, self.root]
+        inside = self.wrapper is not None and getattr(self.wrapper, "module", None) is self.root
+        modules = [self.wrapper, self.root] if self.wrapper is not None and inside else [self.root]
         for module in modules:
             enter = self._enter_root if module is self.root else self._enter
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
@@ -153,8 +154,8 @@ class LoopTrace:
         if self._recorder is not None and self.ends and not self._has_gradient():
             self._forget()  # fp16's scaler has skipped a step: this one begins anew
         self.forwards += 1
-        if isinstance(self.wrapper, DistributedDataParallel) and active is not self.wrapper:
-            self.bypassed += 1
+        if isinstance(self.wrapper, DistributedDataParallel) and self.wrapper.module is module:
+            self.bypassed += active is not self.wrapper
         with _disable_current_modes():
             self.samples += _digests(args, kwargs)
         if self.training is None:
@@ -242,13 +243,14 @@ def _total(norms: Sequence[float]) -> float | None:
 
 
 def _digests(args: Any, kwargs: Any) -> list[str]:
-    """Hash the input tensors of one forward; none if there are none."""
+    """Hash the input tensors of one forward; none if there are none, or one has no plain values."""
     leaves = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if not leaves:
+    parts = [state.local(leaf) for leaf in leaves]
+    plain = [part for part in parts if part.layout == torch.strided and part.device.type != "meta"]
+    if not plain or len(plain) < len(parts):
         return []
     found = hashlib.blake2b(digest_size=8)
-    for leaf in leaves:
-        full = state.local(leaf)
+    for full in plain:
         found.update(f"{tuple(full.shape)}{full.dtype}".encode() + tensor_bytes(full))
     return [found.hexdigest()]
 

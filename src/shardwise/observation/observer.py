@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,9 +22,10 @@ from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.observation.loop_trace import LoopTrace
-from shardwise.receipts.receipt import Line, Receipt
+from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
+_LOG = logging.getLogger("shardwise")
 OnDifference = Literal["report", "error"]
 _OBSERVED_STEP = 2  # the first one still allocates, and DDP orders its buckets in it
 _PATIENCE_S = 300.0  # for a rank that does not come to the second step
@@ -85,26 +87,39 @@ class LoopObserver:
         trace.stop()
         try:
             with _disable_current_modes(), torch.no_grad():
-                mine = collect(trace, self._earlier, self._tied)
-                self.receipt = self._judge(mine)
+                self.receipt = self._judge(trace)
         finally:
             self.detach()
-        if mine.rank == 0:
+        if self.receipt is None:
+            return
+        if self._is_main:
             self._on_receipt(self.receipt)
         if self._on_difference == "error":
             self.receipt.require()
 
-    def _judge(self, mine: LoopFacts) -> Receipt:
-        if self._ranks is None:
-            return loop_receipt(self.expected, [mine])
+    @property
+    def _is_main(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _judge(self, trace: LoopTrace) -> Receipt | None:
+        """Return the receipt of all ranks; ``None`` where a rank's facts cannot be read, which does not stop a run."""
         try:
-            gather_ints([1], self._ranks, "observed step", patient=False, limit_s=_PATIENCE_S)
-            texts = gather_text(mine.model_dump_json(), self._ranks)
-        except (TrainingError, RuntimeError) as error:  # the run is not stopped for its observer
-            alone = loop_receipt(self.expected, [mine])
-            name = "ranks in the same step"
-            line = Line(name=name, planned=f"all {mine.world_size}", found=f"{error}", ok=False)
-            return alone.model_copy(update={"lines": (line, *alone.lines)})
+            text = collect(trace, self._earlier, self._tied).model_dump_json()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        texts = [text]
+        if self._ranks is not None:
+            try:
+                gather_ints([1], self._ranks, "observed step", patient=False, limit_s=_PATIENCE_S)
+                texts = gather_text(text, self._ranks)
+            except (TrainingError, RuntimeError) as error:
+                _LOG.warning(f"observe: no receipt, as not all ranks came to the second step: {error}")
+                return None
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if not text.startswith("{")]
+        if failed:
+            if self._is_main:
+                _LOG.warning(f"observe: no receipt, as facts of the loop cannot be read: {failed[0]}")
+            return None
         return loop_receipt(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
 
 
