@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -648,10 +649,7 @@ def both(kind: str) -> tuple[bool, int]:
     return len(alone) == len(observed) and all(map(torch.equal, alone, observed)), len(alone)
 
 
-def test_bits_are_the_same_with_and_without() -> None:
-    for ranks in run_each(both, 2, [("ddp",), ("fsdp2",), ("fsdp1",), ("none",)]):
-        assert [same for same, _ in ranks] == [True, True]
-        assert ranks[0][1] > 20
+BITS = ("ddp", "fsdp2", "fsdp1", "none")
 
 
 def raises_on_both() -> str:
@@ -697,16 +695,30 @@ def failing(*_: Any) -> None:
     raise ValueError("no facts here")
 
 
-def ends() -> tuple[str, list[str]]:
+def hybrid() -> list[Lines]:
+    """What was asked for, and what was not, on two by two ranks."""
+    two_by_two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    flat = init_device_mesh("cpu", (4,))
+    cases = (("hsdp", two_by_two), ("hsdp", flat), ("fsdp", two_by_two))
+    return [wrong(of_fsdp2(expect, options={"mesh": mesh}, accum=2)) for expect, mesh in cases]
+
+
+def ends() -> tuple[list[tuple[bool, int]], list[Lines], str, list[str]]:
     left_early()
-    return raises_on_both(), unreadable()
+    return [both(kind) for kind in BITS], hybrid(), raises_on_both(), unreadable()
 
 
-def test_how_an_observation_ends() -> None:
+def test_bits_stay_and_an_observation_ends() -> None:
     """A difference raises on every rank if asked to; facts that cannot be read do not stop a run."""
-    (first, said), (second, nothing) = run_world(ends, 2)
-    assert first == second
-    assert "observed loop: wrapper: planned FSDP2 or FSDP1, found DDP" in first
+    ranks = run_world(ends, 4, timeout_s=170)
+    for bits, *_ in ranks:
+        assert [same for same, _ in bits] == [True] * len(BITS)
+        assert all(number > 20 for _, number in bits)
+    for _, (right, flat, hybrid_run), raised, _ in ranks:
+        assert not right
+        assert flat.keys() == {"parameters"}
+        assert hybrid_run.keys() == {"parameters"}
+        assert "observed loop: wrapper: planned FSDP2 or FSDP1, found DDP" in raised
     why = "rank 1: ValueError: no facts here"
-    assert said == [f"observe: no receipt, as facts of the loop cannot be read: {why}"]
-    assert not nothing
+    assert ranks[0][3] == [f"observe: no receipt, as facts of the loop cannot be read: {why}"]
+    assert not any(said for *_, said in ranks[1:])
