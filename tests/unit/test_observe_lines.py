@@ -31,10 +31,8 @@ def facts(rank: int = 0, world: int = 2, **more: Any) -> LoopFacts:
     usual: dict[str, Any] = {
         "rank": rank,
         "world_size": world,
-        "device": "cpu",
         "wrapper": "DDP",
         "parameters": (parameter("a"), parameter("b")),
-        "optimizers": ("AdamW",),
         "product_dtypes": ("float32",),
         "forwards": 1,
         "backward_elements": (200,),

@@ -76,18 +76,15 @@ def collect(trace: LoopTrace, earlier: Sequence[str], tied_before: tuple[tuple[s
     return LoopFacts(
         rank=dist.get_rank() if dist.is_initialized() else 0,
         world_size=world,
-        device=next((state.local(p).device.type for p in root.parameters()), "cpu"),
         wrapper=_wrapper_of(trace),
         units=len(units) or sum(isinstance(part, FSDP1) for part in root.modules()),
         parameters=parameters,
         buffers=tuple(_buffers(trace)) if world > 1 else (),
         foreign=sum(id(p) not in live for p in held),
-        optimizers=tuple(type(optimizer).__name__ for optimizer in optimizers),
         state_dtypes=tuple(sorted({dtype_name(t.dtype) for t in states})),
         state_devices=tuple(sorted({state.local(t).device.type for t in states})),
         gradient_dtypes=tuple(sorted(trace.gradient_dtypes)),
         product_dtypes=tuple(sorted(trace.recorder.matmul_dtypes)),
-        weight_dtypes=tuple(sorted(trace.recorder.weight_dtypes)),
         reduction_dtypes=tuple(sorted(set(reducing))),
         traffic=tuple(_traffic(trace)),
         forwards=trace.forwards,
@@ -227,13 +224,8 @@ def _traffic(trace: LoopTrace) -> Iterator[TrafficFacts]:
     for item in trace.recorder.collectives:
         rows[item.name, item.phase].append(item)
     for (name, phase), items in rows.items():
-        yield TrafficFacts(
-            name=name,
-            phase=phase,
-            calls=len(items),
-            num_bytes=sum(item.num_bytes for item in items),
-            dtypes=tuple(sorted({item.dtype for item in items})),
-        )
+        size = sum(item.num_bytes for item in items)
+        yield TrafficFacts(name=name, phase=phase, calls=len(items), num_bytes=size)
 
 
 def _offloads(root: nn.Module, units: Sequence[Any]) -> bool | None:

@@ -41,7 +41,7 @@ class BufferFacts(BaseModel):
 
 
 class TrafficFacts(BaseModel):
-    """Collectives of one kind in one phase of a step: calls, bytes of the full tensors, dtypes."""
+    """Collectives of one kind in one phase of a step: calls, and bytes of the full tensors."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -49,7 +49,6 @@ class TrafficFacts(BaseModel):
     phase: str
     calls: int
     num_bytes: int
-    dtypes: tuple[str, ...]
 
 
 class LoopFacts(BaseModel):
@@ -66,18 +65,15 @@ class LoopFacts(BaseModel):
 
     rank: int
     world_size: int
-    device: str
     wrapper: str
     units: int = 0
     parameters: tuple[ParameterFacts, ...]
     buffers: tuple[BufferFacts, ...] = ()
     foreign: int = 0
-    optimizers: tuple[str, ...] = ()
     state_dtypes: tuple[str, ...] = ()
     state_devices: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()
     product_dtypes: tuple[str, ...] = ()
-    weight_dtypes: tuple[str, ...] = ()
     reduction_dtypes: tuple[str, ...] = ()
     traffic: tuple[TrafficFacts, ...] = ()
     forwards: int = 0

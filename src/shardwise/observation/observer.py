@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text, join, leave
-from shardwise.errors import TrainingError, UserError
+from shardwise.errors import ShardwiseError, UserError
 from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
@@ -112,7 +112,7 @@ class LoopObserver:
             try:
                 gather_ints([1], self._ranks, "observed step", patient=False, limit_s=_PATIENCE_S)
                 texts = gather_text(text, self._ranks)
-            except (TrainingError, RuntimeError) as error:
+            except (ShardwiseError, RuntimeError) as error:
                 _LOG.warning(f"observe: no receipt, as not all ranks came to the second step: {error}")
                 return None
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if not text.startswith("{")]
