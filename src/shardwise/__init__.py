@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from shardwise.hardware.cluster import ClusterSpec as ClusterSpec
     from shardwise.measure.state import Measurement as Measurement
     from shardwise.model.facts import ModelSpec as ModelSpec
+    from shardwise.observation.expectation import Expectation as Expectation
+    from shardwise.observation.observer import observe as observe
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
     from shardwise.plan.workload import Workload as Workload
@@ -21,12 +23,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ClusterSpec": "shardwise.hardware.cluster",
+    "Expectation": "shardwise.observation.expectation",
     "Estimate": "shardwise.cost.memory.estimate",
     "Measurement": "shardwise.measure.state",
     "ModelSpec": "shardwise.model.facts",
     "Receipt": "shardwise.receipts.receipt",
     "Workload": "shardwise.plan.workload",
     "Session": "shardwise.train.session",
+    "observe": "shardwise.observation.observer",
     "token_loss_sum": "shardwise.train.loss",
     "start": "shardwise.run.start",
     "ParallelDims": "shardwise.plan.dims",

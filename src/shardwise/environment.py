@@ -337,6 +337,11 @@ def wandb_mode() -> str | None:
     return os.environ.get("WANDB_MODE", "").strip() or None
 
 
+def accelerate_fsdp() -> bool:
+    """Return whether accelerate was asked for FSDP, by its launcher or by a plugin."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+
+
 def settings() -> dict[str, str]:
     """Return the set variables that affect torch, NCCL, gloo, CUDA, OpenMP and the rendezvous.
 

@@ -45,6 +45,8 @@ LAYERS = (
     "interop",
     "lint",
     "report",
+    "observation",
+    "integrations",
     "run",
     "doctor",
     "bench",
@@ -52,7 +54,7 @@ LAYERS = (
 )
 DISTRIBUTED = {
     "distributed", "optim", "parallel", "checkpoint", "train", "dryrun", "measure", "receipts", "gradcheck",
-    "diagnosis", "watch", "doctor", "bench",
+    "diagnosis", "watch", "observation", "doctor", "bench",
 }  # fmt: skip
 PLANNING = ("hardware.", "plan.", "cost.", "search.")
 SAME_STEM = {"plan"}  # `plan/plan.py` holds the Plan, `cli/plan.py` the verb

@@ -1,0 +1,266 @@
+"""Record one optimizer step of any loop: hooks on the model and the optimizer, and the collective recorder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
+
+from shardwise.measure import state
+from shardwise.measure.collectives import OTHER, CollectiveRecorder
+from shardwise.model.read import dtype_name
+from shardwise.receipts.lines.sample_lines import tensor_bytes
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
+_REDUCTIONS = {"all_reduce", "reduce_scatter"}
+
+
+class _Dispatches(CollectiveRecorder):
+    """Collective recorder that also calls ``on_operator`` before each operator, with its phase."""
+
+    def __init__(self, phase: Callable[[], str], on_operator: Callable[[str, str], None]) -> None:
+        super().__init__(phase, lambda name, ranks: OTHER)
+        self._on_operator = on_operator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = getattr(func, "_overloadpacket", None)
+        if packet is not None:
+            self._on_operator(self._phase(), packet.__name__)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class LoopTrace:
+    """Records of one step, from the end of the previous one; `start` and `stop` bound it.
+
+    Phases: ``forward`` (of the model, with gradients), ``backward``, ``optimizer``, and ``other``, the loop's own code.
+    """
+
+    def __init__(self, root: nn.Module, wrapper: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+        self.root, self.wrapper, self.optimizers = root, wrapper, optimizers
+        self.samples: list[str] = []
+        self.marks: list[int] = []  # per backward: how many collectives were recorded before it
+        self.ends: list[int] = []  # and after it
+        self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
+        self.training: bool | None = None
+        self.quiet: tuple[str, ...] = ()
+        self.norms: dict[int, float] = {}  # at the step, by the id of the parameter
+        self.norm_backward: float | None = None
+        self.gradient_dtypes: set[str] = set()
+        self._recorder: _Dispatches | None = None
+        self._recording = self._in_backward = self._stepping = self._refused = False
+        self._running: list[bool] = []  # with gradients, per nested forward
+        self._hooks: list[Any] = []
+
+    @property
+    def recorder(self) -> _Dispatches:
+        """Recorder of collectives and products."""
+        assert self._recorder is not None
+        return self._recorder
+
+    def attach(self) -> None:
+        """Register the hooks; records begin with `start`."""
+        inside = self.wrapper is not None and getattr(self.wrapper, "module", None) is self.root
+        modules = [self.wrapper, self.root] if self.wrapper is not None and inside else [self.root]
+        for module in modules:
+            enter = self._enter_root if module is self.root else self._enter
+            self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        for optimizer in self.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def start(self) -> None:
+        """Begin to record every operator."""
+        self._recorder = _Dispatches(self._phase, self._on_operator)
+        self._recorder.__enter__()
+        self._recording = True
+        self.samples = []
+
+    def stop(self) -> None:
+        """Remove every hook and the recorder; the records stay."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._recording:
+            _remove_mode(self.recorder)
+        self._recording = False
+
+    def backward_elements(self) -> list[int]:
+        """Count the gradient elements reduced in each backward."""
+        return [self._reduced(first, end) for first, end in zip(self.marks, self.ends, strict=False)]
+
+    def after_elements(self) -> int:
+        """Count the elements that the loop reduced by itself after the last backward."""
+        return self._reduced(self.ends[-1], None, "other") if self.ends else 0
+
+    def _reduced(self, first: int, end: int | None, phase: str = "backward") -> int:
+        sums = dict.fromkeys(_REDUCTIONS, 0)
+        for item in self.recorder.collectives[first:end]:
+            dtype = getattr(torch, item.dtype)
+            if item.phase == phase and item.name in _REDUCTIONS and dtype.is_floating_point:
+                sums[item.name] += item.num_bytes // dtype.itemsize
+        return sums["reduce_scatter"] or sums["all_reduce"]  # HSDP reduces the scattered part again
+
+    def _phase(self) -> str:
+        if self._stepping:
+            return "optimizer"
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        return "forward" if self._running and self._running[-1] else "other"
+
+    def _on_operator(self, phase: str, name: str) -> None:
+        if phase == "backward":
+            if not self._in_backward:
+                self._begin_backward()
+            if name in _PRODUCTS and torch.is_grad_enabled():  # operators of a backward itself run without
+                self.recomputed += 1
+            wrapper = self.wrapper
+            if isinstance(wrapper, DistributedDataParallel) and name == "allreduce_" and not self._refused:
+                self._refused = not wrapper.require_backward_grad_sync
+                self.sync_refused += self._refused
+            return
+        if self._in_backward:
+            self._finish_backward()
+        if phase == "forward" and name in _PRODUCTS:
+            self.products += 1
+
+    def _begin_backward(self) -> None:
+        self._in_backward, self._refused = True, False
+        self.marks.append(len(self.recorder.collectives))
+
+    def _finish_backward(self) -> None:
+        self._in_backward = False
+        self.ends.append(len(self.recorder.collectives))
+        with _disable_current_modes(), torch.no_grad():
+            self.norm_backward = _total(list(gradient_norms(self.root).values()))
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(torch.is_grad_enabled())
+
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._running.append(torch.is_grad_enabled())
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        active = DistributedDataParallel._get_active_ddp_module()
+        if self.wrapper is None and active is not None and active.module is module:  # a callback gets the module alone
+            self.wrapper = active
+        if self._recorder is not None and self.ends and not self._has_gradient():
+            self._forget()  # fp16's scaler has skipped a step: this one begins anew
+        self.forwards += 1
+        if isinstance(self.wrapper, DistributedDataParallel) and self.wrapper.module is module:
+            self.bypassed += active is not self.wrapper
+        with _disable_current_modes():
+            self.samples += _digests(args, kwargs)
+        if self.training is None:
+            self.training = module.training
+            self.quiet = tuple(name for name, part in random_modules(module) if not part.training)
+
+    def _leave(self, *_: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+    def _has_gradient(self) -> bool:
+        """Return whether a gradient of this step exists; FSDP2 keeps unreduced ones elsewhere."""
+        kept = any(hasattr(part, "_get_fsdp_state") for part in self.root.modules())
+        return kept or any(p.grad is not None for p in self.root.parameters())
+
+    def _forget(self) -> None:
+        self.recorder.collectives.clear()
+        self.samples, self.marks, self.ends = [], [], []
+        self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Record the gradients; those of a closure after it has run, within the step."""
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._see_gradients()
+            self._stepping = True
+            return None
+
+        def observed() -> Any:
+            self._stepping = False
+            result = closure()
+            self._see_gradients()
+            self._stepping = True
+            return result
+
+        return args[:1], {**kwargs, "closure": observed}
+
+    def _see_gradients(self) -> None:
+        if self._recorder is None:
+            return
+        if self._in_backward:
+            self._finish_backward()
+        with _disable_current_modes(), torch.no_grad():
+            self.norms |= gradient_norms(self.root)
+            self.gradient_dtypes |= {dtype_name(g.dtype) for g in state.gradients(self.root)}
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepping = False
+
+    @property
+    def norm_step(self) -> float | None:
+        """Norm of this rank's gradients just before the step."""
+        return _total(list(self.norms.values()))
+
+
+def gradient_norms(root: nn.Module) -> dict[int, float]:
+    """Return the norm of each parameter's local gradient in float64, by the parameter's id; one wait for the device."""
+    found = [(id(p), state.local(p.grad)) for p in root.parameters() if p.grad is not None]
+    norms = [
+        torch.linalg.vector_norm(g, dtype=torch.complex128 if g.is_complex() else torch.float64)
+        for _, g in found
+        if g.layout == torch.strided
+    ]
+    keys = [key for key, g in found if g.layout == torch.strided]
+    values = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
+    return dict(zip(keys, values, strict=True))
+
+
+def random_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return modules whose output depends on training mode: dropout above 0, and batch norm."""
+    return [(name, part) for name, part in root.named_modules() if _is_random(part)]
+
+
+def _is_random(part: nn.Module) -> bool:
+    if isinstance(part, nn.modules.batchnorm._NormBase):
+        return bool(part.track_running_stats)
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return part.p > 0
+    rates = (value for key, value in vars(part).items() if "dropout" in key)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _total(norms: Sequence[float]) -> float | None:
+    return float(sum(norm * norm for norm in norms) ** 0.5) if norms else None
+
+
+def _digests(args: Any, kwargs: Any) -> list[str]:
+    """Hash the input tensors of one forward; none if there are none, or one has no plain values."""
+    leaves = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    parts = [state.local(leaf) for leaf in leaves]
+    plain = [part for part in parts if part.layout == torch.strided and part.device.type != "meta"]
+    if not plain or len(plain) < len(parts):
+        return []
+    found = hashlib.blake2b(digest_size=8)
+    for full in plain:
+        found.update(f"{tuple(full.shape)}{full.dtype}".encode() + tensor_bytes(full))
+    return [found.hexdigest()]
+
+
+def _remove_mode(mode: CollectiveRecorder) -> None:
+    """Leave ``mode``, also where the loop has entered others since, which stay in their order."""
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    _push_mode(top)
+    mode.__exit__(None, None, None)
+    for other in reversed(above):
+        _push_mode(other)

@@ -1,0 +1,191 @@
+"""`observe`: a receipt for anybody's training loop, after its second optimizer step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.distributed.process_group import Ranks, gather_ints, gather_text, join, leave
+from shardwise.errors import ShardwiseError, UserError
+from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
+from shardwise.observation.expectation import Expectation, Precision
+from shardwise.observation.expected_settings import expectation_of
+from shardwise.observation.loop_facts import LoopFacts
+from shardwise.observation.loop_receipt import loop_receipt
+from shardwise.observation.loop_trace import LoopTrace
+from shardwise.receipts.receipt import Receipt
+from shardwise.report.terminal import print_receipt
+
+_LOG = logging.getLogger("shardwise")
+OnDifference = Literal["report", "error"]
+_OBSERVED_STEP = 2  # the first one still allocates, and DDP orders its buckets in it
+_PATIENCE_S = 300.0  # for a rank that does not come to the second step
+
+
+class LoopObserver:
+    """Observer of a loop; ``receipt`` is there after the second optimizer step, ``None`` before.
+
+    As a context manager, or until `detach`, which it calls itself with the receipt.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        expected: Expectation,
+        on_receipt: Callable[[Receipt], None],
+        on_difference: OnDifference,
+    ) -> None:
+        self.receipt: Receipt | None = None
+        self.expected = expected
+        root, wrapper = innermost(model)
+        self._ranks = _control()
+        self._tied = tied_groups(root)
+        self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
+        self._on_receipt, self._on_difference = on_receipt, on_difference
+        self._steps = 0
+        self._earlier: list[str] = []
+        self._trace.attach()
+        self._hook = optimizers[-1].register_step_post_hook(self._after_step)
+
+    def __enter__(self) -> LoopObserver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Remove every hook; a loop that had no second step gets no receipt."""
+        if self._trace is None:
+            return
+        self._trace.stop()
+        self._hook.remove()
+        self._trace = None
+        if self._ranks is not None:
+            leave(self._ranks)
+
+    def _after_step(self, *_: Any) -> None:
+        trace = self._trace
+        if trace is None:
+            return
+        self._steps += 1
+        if self._steps < _OBSERVED_STEP:
+            self._earlier = trace.samples
+            trace.forwards = trace.bypassed = 0
+            trace.training = None
+            trace.start()
+            return
+        trace.stop()
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                self.receipt = self._judge(trace)
+        finally:
+            self.detach()
+        if self.receipt is None:
+            return
+        if self._is_main:
+            self._on_receipt(self.receipt)
+        if self._on_difference == "error":
+            self.receipt.require()
+
+    @property
+    def _is_main(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _judge(self, trace: LoopTrace) -> Receipt | None:
+        """Return the receipt of all ranks; ``None`` where a rank's facts cannot be read, which does not stop a run."""
+        try:
+            text = collect(trace, self._earlier, self._tied).model_dump_json()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        texts = [text]
+        if self._ranks is not None:
+            try:
+                gather_ints([1], self._ranks, "observed step", patient=False, limit_s=_PATIENCE_S)
+                texts = gather_text(text, self._ranks)
+            except (ShardwiseError, RuntimeError) as error:
+                _LOG.warning(f"observe: no receipt, as not all ranks came to the second step: {error}")
+                return None
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if not text.startswith("{")]
+        if failed:
+            if self._is_main:
+                _LOG.warning(f"observe: no receipt, as facts of the loop cannot be read: {failed[0]}")
+            return None
+        return loop_receipt(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
+
+
+def observe(
+    model: nn.Module,
+    optimizer: Any,
+    expect: Any = None,
+    *,
+    precision: Precision | None = None,
+    grad_accum: int | None = None,
+    clip_norm: float | None = None,
+    recompute: bool | None = None,
+    tied: Sequence[Sequence[str]] = (),
+    on_difference: OnDifference = "report",
+    on_receipt: Callable[[Receipt], None] | None = None,
+) -> LoopObserver:
+    """Observe two optimizer steps of any training loop, print a receipt on rank 0, and detach.
+
+    Call it on every rank, after the model is wrapped and before the first step. Hooks read; they change nothing.
+
+    Args:
+        model: as the loop calls it: plain, inside DDP or FSDP, compiled, or from ``Accelerator.prepare``.
+        optimizer: the optimizer, or a sequence of them; the last one's step ends a step.
+        expect: what was meant: a strategy (``"fsdp"``), a `Plan`, an `Expectation`, an ``Accelerator``, or
+            ``TrainingArguments``. Lines that it does not state are reported and not judged.
+        precision: compute dtype: ``fp32``, ``bf16`` or ``fp16``. This and the next four are those of ``expect`` if
+            they are left out.
+        grad_accum: micro batches per optimizer step on one rank.
+        clip_norm: largest global norm of the gradient at the step.
+        recompute: whether the backward recomputes activations.
+        tied: groups of names that are one parameter.
+        on_difference: ``report``, or ``error`` to raise on every rank if a line is false.
+        on_receipt: called on rank 0 with the receipt, in place of printing it.
+
+    Raises:
+        UserError: a setting is impossible.
+        PlanError: ``expect`` is not a strategy.
+    """
+    if on_difference not in get_args(OnDifference):
+        raise UserError(f"observe: on_difference = {on_difference!r}: use report or error")
+    stated = {
+        "precision": precision,
+        "grad_accum": grad_accum,
+        "clip_norm": clip_norm,
+        "recompute": recompute,
+        "tied": tuple(tuple(group) for group in tied) or None,
+    }
+    expected = expectation_of(expect, stated)
+    optimizers = torch_optimizers(optimizer)
+    if any(is_deepspeed(part) for part in (model, *optimizers)):
+        raise UserError(
+            "observe: the loop runs DeepSpeed's engine, which keeps gradients and state in buffers that cannot be "
+            "judged here; shardwise.start('deepspeed-zero2') trains with DeepSpeed and judges it"
+        )
+    if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
+        raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
+    return LoopObserver(model, optimizers, expected, on_receipt or _print, on_difference)
+
+
+def _print(receipt: Receipt) -> None:
+    sys.stdout.flush()
+    print_receipt(receipt)
+
+
+def _control() -> Ranks | None:
+    """Create a group for messages about the loop; ``None`` on one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return join("cpu")
