@@ -37,7 +37,8 @@ def render_slurm(request: LaunchRequest, file: str, header: str) -> str:
     log = str(PurePosixPath(request.output.replace("%", "%%")) / "slurm-%j.log")
     named = [f"--{name}={sbatch_value(value)}" for name in NAMED if (value := request.options.get(name)) is not None]
     more = [_written(item) for item in request.options.get("sbatch_option") or ()]
-    facts = {"options": [*named, *more], "log": log, "first_port": FIRST_PORT, "ports": PORTS}
+    ended = str(PurePosixPath(request.output) / "first-node-ended")
+    facts = {"options": [*named, *more], "log": log, "ended": ended, "first_port": FIRST_PORT, "ports": PORTS}
     return render("slurm.sh.j2", request, file=file, header=header, **facts)
 
 
