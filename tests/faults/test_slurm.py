@@ -140,6 +140,7 @@ def weights(folder: Path) -> dict[str, list[str]]:
     return configs.hashes(path)
 
 
+@pytest.mark.timeout(600)
 def test_two_nodes_train_as_one_machine_does(
     cluster: slurm.Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +183,7 @@ def test_five_times_a_run_continues_on_the_node_that_is_left(
 
     Queued again it has both, also after the loss of the first node, which takes the job's script with it.
     """
-    rng_state, steps = random.Random(SEED), 1000
+    rng_state, steps = random.Random(SEED), 500
     changes: dict[str, dict[str, Any]] = {
         "optimizer": {"lr": 1e-3},
         "train": {"steps": steps},
@@ -191,13 +192,13 @@ def test_five_times_a_run_continues_on_the_node_that_is_left(
     other = alone(tmp_path / "alone", model={**SLOW, "kwargs": {"pause_s": 0.0}}, **changes)
     changes |= {"launch": {"min_nodes": 1}}
     job = submit(cluster, tmp_path / "slurm", monkeypatch, "--no-doctor", model=SLOW, **changes)
-    for next_event in ("requeue", "n1", "requeue", "requeue", ""):
+    for next_event in ("requeue", "n1", "USR1", "requeue", ""):
         job.wait_for_steps(rng_state.randint(1, 20))
         job.continue_without("n2")
         job.wait_for_steps(rng_state.randint(1, 20))
         if next_event:
             cluster.start_node("n2")
-            job.preempt("requeue")
+            job.preempt("USR1" if next_event == "USR1" else "requeue")
             job.wait_for_steps(rng_state.randint(1, 20))
         if next_event == "n1":
             job.lose("n1")
