@@ -185,6 +185,13 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         "--volume and --bucket are both given",
     ),
     ("variable", (*SLURM, "--env", "NCCL DEBUG=INFO"), {}, "--env 'NCCL DEBUG=INFO' must be NAME=VALUE"),
+    ("variable twice", (*SLURM, "--env", "A=1", "--env", "A=2"), {}, "--env A is given 2 times; give it once"),
+    (
+        "what sbatch takes once",
+        (*SLURM, "--sbatch-option", "mem=0", "--sbatch-option", "mem=1"),
+        {},
+        "--sbatch-option 'mem=1': mem is given twice; give it once",
+    ),
     ("endpoint", ("--via", "torchrun", "--dry-run", "--nproc", "1", "--endpoint", "a"), {}, "must be HOST:PORT"),
     ("interface", (*SLURM, "--interface", "eth 0"), {}, "is not the name of an interface"),
     ("config", (*SLURM, "train.stepz=3"), {}, "train.stepz: no such key"),

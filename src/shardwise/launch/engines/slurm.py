@@ -54,8 +54,12 @@ def slurm_problems(request: LaunchRequest) -> list[str]:
         for key, text in given.items()
         if text is not None and (why := unfit_for_sbatch(text)) is not None
     ]
+    given_before = set()
     for item in request.options.get("sbatch_option") or ():
         key = item.partition("=")[0].lstrip("-")
+        if key in given_before:
+            problems.append(f"--sbatch-option '{item}': {key} is given twice; give it once")
+        given_before.add(key)
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             problems.append(
                 f"--sbatch-option '{item}' must be KEY or KEY=VALUE, with the long name of an sbatch option"
