@@ -19,12 +19,18 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.environment import PORTS
+
 NODES = ("n1", "n2")
 TOOL_S = 60.0  # that one call of sbatch, squeue or scontrol may take
 READY_S = 60.0
+SETTLED_S = 5.0
+"""A job that starts sooner is broken: slurmd refuses what slurmctld signed in the second in which it ended the job's
+last start, and a node that has come back says that start is over, which takes the node from the new one."""
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONF = """\
 ClusterName=shardwise
+FirstJobId={first}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctld}
 SlurmUser=root
@@ -119,16 +125,25 @@ class Slurm:
         _kill([psutil.Process(daemon.pid), *_steps_of(tasks), *tasks])
         daemon.wait()
 
-    def hurry(self, number: str, restarts: int, seconds: float = 60.0) -> None:
-        """Start a requeued job as soon as its processes have ended; Slurm itself would wait for two minutes."""
+    def hurry(self, number: str, restarts: int, seconds: float = 120.0) -> None:
+        """Start a requeued job once both nodes have been idle for `SETTLED_S`; Slurm itself would wait two minutes."""
 
-        def runs() -> bool:
+        def is_now(state: str) -> bool:
             found = self.job(number)
-            if found["JobState"] == "PENDING" and found["Restarts"] == str(restarts):
-                self.tool("scontrol", "update", f"JobId={number}", "StartTime=now")
-            return found["JobState"] == "RUNNING" and found["Restarts"] == str(restarts)
+            return found["JobState"] == state and found["Restarts"] == str(restarts)
 
-        _wait(runs, seconds, lambda: f"{self.job(number)}")
+        def why() -> str:
+            return f"{self.job(number)}\n{self.logs()}"
+
+        _wait(lambda: is_now("PENDING"), seconds, why)
+        self.wait_for_nodes()
+        time.sleep(SETTLED_S)
+        self.tool("scontrol", "update", f"JobId={number}", "StartTime=now")
+        _wait(lambda: is_now("RUNNING"), seconds, why)
+
+    def tasks_of(self, number: str) -> list[psutil.Process]:
+        """Processes of a job."""
+        return _of(self.folder, lambda env: env.get("SLURM_JOB_ID") == number)
 
     def start(self) -> None:
         """Start all daemons, and wait until both nodes are idle."""
@@ -192,7 +207,8 @@ def two_nodes(timeout_s: int = 5) -> Iterator[Slurm]:
         for name, port in zip(NODES, ports[1:], strict=True)
     )
     (folder / "state").mkdir()
-    conf = CONF.format(host=host, ctld=ports[0], folder=folder, nodes=nodes, timeout=timeout_s)
+    first = os.getpid() % PORTS + 1  # a port comes from a job's number: two Slurms of this machine share none
+    conf = CONF.format(host=host, ctld=ports[0], folder=folder, nodes=nodes, timeout=timeout_s, first=first)
     (folder / "slurm.conf").write_text(conf)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "GLOO_"))}
     env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(), "SHARDWISE_HISTORY": "off"}

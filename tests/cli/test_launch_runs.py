@@ -59,6 +59,7 @@ def test_torchrun_over_ssh_trains_as_one_machine_does(tmp_path: Path, monkeypatc
     assert hashes(folder) == hashes(other)
 
 
+@pytest.mark.timeout(600)
 def test_slurm_trains_and_is_queued_again_before_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

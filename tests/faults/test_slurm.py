@@ -1,59 +1,136 @@
-"""``shardwise train`` under a real Slurm of two nodes, as ``srun torchrun``: the run of one machine, bit for bit."""
+"""The job of ``shardwise launch`` under a real Slurm of two nodes: whatever happens to it, its numbers are the same."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.checkpoint.format import newest, read_manifest
+from shardwise.train.metrics import read_metrics
 from tests import slurm
 from tests.cli import configs
+from tests.commands import shardwise
 
 pytestmark = pytest.mark.skipif(slurm.why_not() is not None, reason=slurm.why_not() or "")
 
 SEED = 7
-EVENTS = ("USR1", "node", "requeue")
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-TORCHRUN = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --max-restarts 3"
-TORCHRUN += f" --signals-to-handle {SIGNALS} --monitor-interval 0.3 --rdzv-backend c10d"
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --requeue --open-mode=append
-cd {root}
-export PYTHONPATH={root}/src:{root} OMP_NUM_THREADS=1
-srun bash -c '{torchrun} --rdzv-id $SLURM_JOB_ID --rdzv-endpoint localhost:{port} \\
-    --rdzv-conf is_host=$((SLURM_NODEID == 0)) -m shardwise train {config}' &
-pid=$!
-trap 'kill -USR1 $pid' USR1
-wait $pid  # the trap ends it
-wait $pid
-code=$?
-if [ -e {output}/preempted ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60  # until Slurm ends it: the exit code of a script that ends first would be that of the job started anew
-fi
-exit $code
-"""
+PROGRESS_S = 180.0
+"""A job that neither starts nor makes a step for so long hangs, also on a machine that has other work."""
+SLOW = {"factory": "tests.models:slow_decoder"}
 
 
 @pytest.fixture
 def cluster() -> Iterator[slurm.Slurm]:
-    with slurm.two_nodes() as running:
+    with slurm.two_nodes(timeout_s=10) as running:
         yield running
 
 
-def write_script(folder: Path, config: Path) -> Path:
-    script = folder / "job.sh"
-    [port] = slurm.free_ports(1)
-    output = folder / "run"
-    script.write_text(SCRIPT.format(root=configs.ROOT, torchrun=TORCHRUN, port=port, config=config, output=output))
-    return script
+@dataclass
+class Job:
+    """A job of two nodes, and what has happened to it."""
+
+    cluster: slurm.Slurm
+    folder: Path
+    number: str
+    restarts: int = 0
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def output(self) -> Path:
+        """The run's folder."""
+        return self.folder / "run"
+
+    @property
+    def report(self) -> Path:
+        """What the job prints."""
+        return self.output / f"slurm-{self.number}.log"
+
+    def step(self) -> int:
+        """The last step that the run has logged."""
+        return max((line["step"] for line in read_metrics(self.output / "metrics.jsonl")), default=0)
+
+    def saved(self) -> int:
+        """The step of the newest checkpoint."""
+        path = newest(self.output / "checkpoints")
+        return 0 if path is None else read_manifest(path).step
+
+    def nodes(self) -> int:
+        """How many nodes the run trains on."""
+        return int(json.loads((self.output / "job.json").read_text())["cluster"]["nodes"])
+
+    def wait_for_steps(self, number: int) -> None:
+        """Wait for so many more steps than have ever been logged."""
+        step = self.step() + number
+        self.cluster.wait_for(lambda: self.step() >= step, self.report, PROGRESS_S, pause_s=0.05)
+
+    def preempt(self, how: str) -> None:
+        """A requeue, by which Slurm sends SIGTERM to all; or USR1, as before a time limit. The job starts again."""
+        self._note(how)
+        words = ("scontrol", "requeue") if how == "requeue" else ("scancel", "--batch", "--signal=USR1")
+        self.cluster.tool(*words, self.number)
+        self.cluster.wait_for((self.output / "preempted").exists, self.report, PROGRESS_S)
+        facts = json.loads((self.output / "preempted").read_text())
+        assert facts["signal"] == ("SIGTERM" if how == "requeue" else "SIGUSR1")
+        assert facts["step"] == self.saved()
+        self._start_again()
+
+    def lose(self, node: str) -> None:
+        """A node is killed, with the job's script where it is the first; the job starts again when it is back."""
+        self._note(f"{node} is lost")
+        self.cluster.kill_node(node)
+        restarts = str(self.restarts + 1)
+        self.cluster.wait_for(
+            lambda: self.cluster.job(self.number)["Restarts"] == restarts, self.report, PROGRESS_S, pause_s=0.5
+        )
+        self.cluster.start_node(node)
+        self._start_again()
+
+    def continue_without(self, node: str) -> None:
+        """A node is killed, and the run continues on the other one."""
+        self._note(f"{node} is lost, and the run continues")
+        self.cluster.kill_node(node)
+        self.cluster.wait_for(lambda: self.nodes() == 1, self.report, PROGRESS_S, pause_s=0.5)
+
+    def end(self) -> None:
+        """Wait for its end; no process of it may be left."""
+        found = self.cluster.wait(self.number, 4 * PROGRESS_S, report=self.report)
+        assert found["Restarts"] == str(self.restarts)
+        self.cluster.wait_for(lambda: not self.cluster.tasks_of(self.number), self.report)
+        print("\n".join(self.log))
+
+    def _start_again(self) -> None:
+        self.restarts += 1
+        self.cluster.hurry(self.number, self.restarts, PROGRESS_S)
+
+    def _note(self, what: str) -> None:
+        self.log.append(f"step {self.step()}: {what}")
+
+
+def submit(
+    cluster: slurm.Slurm, folder: Path, patch: pytest.MonkeyPatch, *words: str, **changes: dict[str, Any]
+) -> Job:
+    """``shardwise launch`` of the small config on both nodes."""
+    folder.mkdir()
+    config = configs.write_config(folder, **changes, parallel={"device": "cpu", "nproc": None, "strategy": "fsdp"})
+    words = ("--via", "slurm", "--nodes", "2", "--nproc", "1", "--interface", "lo", "--restarts", "99", *words)
+    with patch.context() as patched:
+        for name, value in cluster.env.items():
+            patched.setenv(name, value)
+        done = shardwise("launch", str(config), *words, "--json", "-o", str(folder / "job.sbatch"))
+    return Job(cluster, folder, json.loads(done.stdout.splitlines()[-1])["submitted"])
+
+
+def alone(folder: Path, **changes: dict[str, Any]) -> Path:
+    """The same run, undisturbed: two ranks of this machine, and no Slurm."""
+    folder.mkdir()
+    configs.train(configs.write_config(folder, **changes, parallel={"nproc": 2, "strategy": "fsdp"}))
+    return folder
 
 
 def weights(folder: Path) -> dict[str, list[str]]:
@@ -63,83 +140,80 @@ def weights(folder: Path) -> dict[str, list[str]]:
     return configs.hashes(path)
 
 
-def test_two_nodes_train_as_one_machine_does(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "local").mkdir()
-    changes = {"parallel": {"nproc": None, "strategy": "fsdp"}}
-    script = write_script(tmp_path / "slurm", configs.write_config(tmp_path / "slurm", **changes))
-    job = cluster.submit(script, f"--output={tmp_path / 'job.out'}")
-    configs.train(configs.write_config(tmp_path / "local", parallel={"nproc": 2, "strategy": "fsdp"}))
-    found = cluster.wait(job, report=tmp_path / "job.out")
-    assert found["NumNodes"] == "2"
-    assert configs.losses(tmp_path / "slurm") == configs.losses(tmp_path / "local")
-    assert weights(tmp_path / "slurm") == weights(tmp_path / "local")
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_requeued_preempted_and_without_a_node_it_ends_as_if_nothing_had_happened(
-    cluster: slurm.Slurm, tmp_path: Path
+@pytest.mark.timeout(600)
+def test_two_nodes_train_as_one_machine_does(
+    cluster: slurm.Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``scontrol requeue``, which sends SIGTERM to all; SIGUSR1, as before a time limit; and a node that goes down."""
-    are_survived(cluster, tmp_path, EVENTS, steps=150)
+    """In a folder that needs quotes, in a job without the environment of who submits it, and doctor first."""
+    words = ("--sbatch-option", "export=NONE", "--env", "SHARDWISE_HISTORY=off")
+    job = submit(cluster, tmp_path / "100% of $HOME & 2 nodes", monkeypatch, *words)
+    other = alone(tmp_path / "alone")
+    job.end()
+    assert "all 2 ranks answer" in job.report.read_text()
+    assert configs.losses(job.folder) == configs.losses(other)
+    assert weights(job.folder) == weights(other)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_ten_requeues_and_five_nodes_down(cluster: slurm.Slurm, tmp_path: Path) -> None:
-    events = ["requeue"] * 10 + ["node"] * 5 + ["USR1"] * 2
-    random.Random(SEED).shuffle(events)
-    are_survived(cluster, tmp_path, events, steps=1000)
-
-
-def are_survived(cluster: slurm.Slurm, tmp_path: Path, events: Sequence[str], steps: int) -> None:
-    """Let these events happen to a job, each some steps after the last; it ends with the numbers of a run without."""
+@pytest.mark.timeout(3600)
+def test_ten_requeues_and_five_nodes_down(
+    cluster: slurm.Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And two time limits, each some steps after the last event: it ends with the numbers of a run without."""
     rng_state = random.Random(SEED)
-    report, output = tmp_path / "job.out", tmp_path / "slurm" / "run"
-    (tmp_path / "slurm").mkdir()
-    (tmp_path / "local").mkdir()
-    changes: dict[str, Any] = {
-        "model": {"factory": "tests.models:slow_decoder", "kwargs": {"pause_s": 0.1}},
+    changes = {"train": {"steps": 500}, "checkpoint": {"every": 4, "async_save": True}}
+    events = ["requeue"] * 10 + [rng_state.choice(slurm.NODES) for _ in range(5)] + ["USR1"] * 2
+    rng_state.shuffle(events)
+    other = alone(tmp_path / "alone", model={**SLOW, "kwargs": {"pause_s": 0.0}}, **changes)
+    job = submit(cluster, tmp_path / "slurm", monkeypatch, "--no-doctor", model=SLOW, **changes)
+    for how in events:
+        job.wait_for_steps(rng_state.randint(1, 14))
+        (job.lose if how in slurm.NODES else job.preempt)(how)
+    job.end()
+    assert configs.losses(job.folder) == configs.losses(other)
+    assert weights(job.folder) == weights(other)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_five_times_a_run_continues_on_the_node_that_is_left(
+    cluster: slurm.Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples and loss of each step are those of a run that kept both nodes.
+
+    Queued again it has both, also after the loss of the first node, which takes the job's script with it.
+    """
+    rng_state, steps = random.Random(SEED), 500
+    changes: dict[str, dict[str, Any]] = {
+        "optimizer": {"lr": 1e-3},
         "train": {"steps": steps},
+        "checkpoint": {"every": 4},
     }
-    changes["checkpoint"] = {"every": 4, "async_save": True}
-    config = configs.write_config(tmp_path / "slurm", parallel={"nproc": None}, **changes)
-    changes["model"]["kwargs"]["pause_s"] = 0.0
-    configs.train(configs.write_config(tmp_path / "local", parallel={"nproc": 2}, **changes))
-    job = cluster.submit(write_script(tmp_path / "slurm", config), f"--output={report}")
-    step = 0
-    for restarts, how in enumerate(events, 1):
-        step += rng_state.randint(1, steps // len(events) // 4)
-        cluster.wait_for(lambda step=step: logged(tmp_path / "slurm", step), report)
-        if how == "node":
-            cluster.kill_node("n2")
-            counted = str(restarts)
-            cluster.wait_for(lambda counted=counted: cluster.job(job)["Restarts"] == counted, report, pause_s=0.5)
+    other = alone(tmp_path / "alone", model={**SLOW, "kwargs": {"pause_s": 0.0}}, **changes)
+    changes |= {"launch": {"min_nodes": 1}}
+    job = submit(cluster, tmp_path / "slurm", monkeypatch, "--no-doctor", model=SLOW, **changes)
+    for next_event in ("requeue", "n1", "USR1", "requeue", ""):
+        job.wait_for_steps(rng_state.randint(1, 20))
+        job.continue_without("n2")
+        job.wait_for_steps(rng_state.randint(1, 20))
+        if next_event:
             cluster.start_node("n2")
-            step = saved(output)
-        else:
-            words = ("scontrol", "requeue") if how == "requeue" else ("scancel", "--batch", "--signal=USR1")
-            cluster.tool(*words, job)
-            cluster.wait_for((output / "preempted").exists, report)
-            facts = json.loads((output / "preempted").read_text())
-            assert facts["signal"] == ("SIGTERM" if how == "requeue" else "SIGUSR1")
-            step = int(facts["step"])
-            assert step == saved(output)
-        cluster.hurry(job, restarts)
-    found = cluster.wait(job, report=report)
-    assert found["Restarts"] == str(len(events))
-    assert configs.losses(tmp_path / "slurm") == configs.losses(tmp_path / "local")
-    assert weights(tmp_path / "slurm") == weights(tmp_path / "local")
+            job.preempt("USR1" if next_event == "USR1" else "requeue")
+            job.wait_for_steps(rng_state.randint(1, 20))
+        if next_event == "n1":
+            job.lose("n1")
+    job.end()
+    assert job.nodes() == 1
+    found = [(line["step"], line["loss"]) for line in read_metrics(job.output / "metrics.jsonl") if "loss" in line]
+    expected = {step: float(loss) for step, loss in configs.losses(other).items()}
+    assert [step for step, _ in found] == [*range(1, steps + 1)]
+    far = {step: (loss, expected[step]) for step, loss in found if not abs(loss - expected[step]) <= 1e-6}
+    assert not far
+    assert manifest_state(job.folder)["position"] == manifest_state(other)["position"]
 
 
-def saved(output: Path) -> int:
-    """The step of a run's newest checkpoint."""
-    path = newest(output / "checkpoints")
-    return 0 if path is None else read_manifest(path).step
-
-
-def logged(folder: Path, step: int) -> bool:
-    """Whether a run has logged ``step``."""
-    file = folder / "run" / "metrics.jsonl"
-    return file.exists() and f'{{"step": {step}, "loss"' in file.read_text()
+def manifest_state(folder: Path) -> dict[str, Any]:
+    """What a run's newest checkpoint says of its data."""
+    path = newest(folder / "run" / "checkpoints")
+    assert path is not None
+    return read_manifest(path).state

@@ -150,6 +150,7 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         "--sbatch-option 'nodes=3': the script sets nodes itself; use --nodes",
     ),
     ("what the script needs", (*SLURM, "--sbatch-option", "array=1-3"), {}, "sets array itself; leave it out"),
+    ("nodes that may be lost", (*SLURM, "--sbatch-option", "no-kill"), {}, "no-kill itself; use launch.min_nodes"),
     ("what sbatch has not", (*SLURM, "--sbatch-option", "M em=3"), {}, "must be KEY or KEY=VALUE"),
     ("what no line holds", (*SLURM, "--sbatch-option", 'comment=a"b'), {}, "no way to write a quote or a backslash"),
     ("partition in two lines", (*SLURM, "--partition", "a\n#SBATCH -A b"), {}, "ends at a line break"),
@@ -184,6 +185,13 @@ REFUSALS: list[tuple[str, tuple[str, ...], dict[str, Any], str]] = [
         "--volume and --bucket are both given",
     ),
     ("variable", (*SLURM, "--env", "NCCL DEBUG=INFO"), {}, "--env 'NCCL DEBUG=INFO' must be NAME=VALUE"),
+    ("variable twice", (*SLURM, "--env", "A=1", "--env", "A=2"), {}, "--env A is given 2 times; give it once"),
+    (
+        "what sbatch takes once",
+        (*SLURM, "--sbatch-option", "mem=0", "--sbatch-option", "mem=1"),
+        {},
+        "--sbatch-option 'mem=1': mem is given twice; give it once",
+    ),
     ("endpoint", ("--via", "torchrun", "--dry-run", "--nproc", "1", "--endpoint", "a"), {}, "must be HOST:PORT"),
     ("interface", (*SLURM, "--interface", "eth 0"), {}, "is not the name of an interface"),
     ("config", (*SLURM, "train.stepz=3"), {}, "train.stepz: no such key"),
@@ -294,6 +302,7 @@ def test_a_file_is_submitted_by_the_engines_client(tmp_path: Path, monkeypatch: 
             'AlreadyExists: configmaps "a"',
             'configmaps "a"\ngive this one another --name, or delete that',
         ),
+        ("slurm", 0, "17\nsbatch: warning: no account", "sbatch: warning: no account\nsubmitted: 17"),
         ("kubernetes", 0, "trainjob/a created", "kubectl logs -n n -f --prefix -l jobset.sigs.k8s.io/jobset-name=a"),
     ],
 )
@@ -301,7 +310,8 @@ def test_what_the_client_answers_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, via: str, code: int, answer: str, says: str
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
-    answers = {"stdout": "", "stderr": answer} if code else {"stdout": answer, "stderr": ""}
+    said, _, warned = answer.partition("\nsbatch: ")
+    answers = {"stdout": "", "stderr": answer} if code else {"stdout": said, "stderr": warned and f"sbatch: {warned}"}
     monkeypatch.setattr(subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, code, **answers))
     more = (*K8S, "--namespace", "n", "train.output=runs/a") if via == "kubernetes" else ()
     result = launch(tmp_path, "--via", via, "--nproc", "1", *more)

@@ -162,6 +162,8 @@ def submit(command: list[str], console: Console, *, as_json: bool) -> str:
         said = "" if asks else f": {(done.stderr or answer).strip()}"
         said += "\ngive this one another --name, or delete that one first" if "AlreadyExists" in said else ""
         raise MachineError(f"{shlex.join(command)} ended with {done.returncode}{said}")
+    if done.stderr:
+        console.print(done.stderr.strip(), markup=False)  # warnings
     if answer:
         console.print(f"submitted: {answer}", markup=False)
     return answer

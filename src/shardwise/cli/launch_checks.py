@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +154,8 @@ def checked(words: LaunchWords, of_engines: Mapping[str, Any]) -> Launch:
     problems += [
         f"--env '{item}' must be NAME=VALUE" for item in words.env if not re.match(r"[A-Za-z_][A-Za-z0-9_]*=", item)
     ]
+    names = [item.partition("=")[0] for item in words.env]
+    problems += [f"--env {name} is given {n} times; give it once" for name, n in Counter(names).items() if n > 1]
     if cluster is not None:
         problems += (wrong := _world_problems(words, config, plan, cluster))
         if plan is None and not wrong:

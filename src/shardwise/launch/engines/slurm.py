@@ -22,8 +22,12 @@ _OWN = {
     "account": "--account",
     "qos": "--qos",
     "time": "--time",
+    "no-kill": "launch.min_nodes",
+    "test-only": "--dry-run",
     "ntasks": None,
     "ntasks-per-node": None,
+    "tasks-per-node": None,
+    "parsable": None,
     "open-mode": None,
     "requeue": None,
     "no-requeue": None,
@@ -37,7 +41,8 @@ def render_slurm(request: LaunchRequest, file: str, header: str) -> str:
     log = str(PurePosixPath(request.output.replace("%", "%%")) / "slurm-%j.log")
     named = [f"--{name}={sbatch_value(value)}" for name in NAMED if (value := request.options.get(name)) is not None]
     more = [_written(item) for item in request.options.get("sbatch_option") or ()]
-    facts = {"options": [*named, *more], "log": log, "first_port": FIRST_PORT, "ports": PORTS}
+    ended = str(PurePosixPath(request.output) / "first-node-ended")
+    facts = {"options": [*named, *more], "log": log, "ended": ended, "first_port": FIRST_PORT, "ports": PORTS}
     return render("slurm.sh.j2", request, file=file, header=header, **facts)
 
 
@@ -49,8 +54,12 @@ def slurm_problems(request: LaunchRequest) -> list[str]:
         for key, text in given.items()
         if text is not None and (why := unfit_for_sbatch(text)) is not None
     ]
+    given_before = set()
     for item in request.options.get("sbatch_option") or ():
         key = item.partition("=")[0].lstrip("-")
+        if key in given_before:
+            problems.append(f"--sbatch-option '{item}': {key} is given twice; give it once")
+        given_before.add(key)
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             problems.append(
                 f"--sbatch-option '{item}' must be KEY or KEY=VALUE, with the long name of an sbatch option"
