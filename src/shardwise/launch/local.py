@@ -398,27 +398,29 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
         return (KilledForMemory if for_memory else RankError)(_death(blamed, who, world.oom_kills))
     if left := _left_early(world, blamed):
         return RankError(
-            f"{_who(left, world)} ended with exit code 0 in the middle of the run: its code called sys.exit or os._exit"
+            f"{_who(left, world)} ended with exit code 0 in the middle of the run: its code called sys.exit or os._exit, "
+            f"or took fewer steps\n{who}, which lost it, raised {_headline(blamed.message[-1])}"
         )
     known = getattr(errors, blamed.kind, None)
     if isinstance(known, type) and issubclass(known, ShardwiseError):
         return _raised_again(known, blamed, who if len(world.ranks) > 1 else "")
     lines = blamed.rank.report.traceback.splitlines() if blamed.rank.report else []
-    finished = [str(r.rank) for r in world.ranks if blamed.symptom and r.exit_code == 0]
     return RankError(
         "\n".join(
-            [f"{who} raised {_headline(blamed.message[-1])}"]
-            + [f"rank {', '.join(finished)} had ended with success: did it take fewer steps?"] * bool(finished)
-            + _indented(lines[-_TAIL_LINES:])
-            + [f"the whole of it is in {blamed.rank.log}"]
+            [
+                f"{who} raised {_headline(blamed.message[-1])}",
+                *_indented(lines[-_TAIL_LINES:]),
+                f"the whole of it is in {blamed.rank.log}",
+            ]
         )
     )
 
 
 def _left_early(world: _World, blamed: _Fault) -> list[int]:
     """Ranks that had ended with success when the first failure came, which is of a peer that was lost."""
-    lost = blamed.kind == RankError.__name__
-    return [r.rank for r in world.ranks if lost and r.exit_code == 0 and 0 < r.ended_ns < blamed.at_ns + _SEEN_NS]
+    return [
+        r.rank for r in world.ranks if blamed.symptom and r.exit_code == 0 and 0 < r.ended_ns < blamed.at_ns + _SEEN_NS
+    ]
 
 
 def _raised_again(known: type[ShardwiseError], fault: _Fault, who: str) -> ShardwiseError:
