@@ -398,8 +398,8 @@ def _verdict(world: _World, killed: Sequence[int], stops: _Stops) -> ShardwiseEr
         return (KilledForMemory if for_memory else RankError)(_death(blamed, who, world.oom_kills))
     if left := _left_early(world, blamed):
         return RankError(
-            f"{_who(left, world)} ended with exit code 0 in the middle of the run: its code called sys.exit or os._exit, "
-            f"or took fewer steps\n{who}, which lost it, raised {_headline(blamed.message[-1])}"
+            f"{_who(left, world)} ended with exit code 0 in the middle of the run: its code called sys.exit or "
+            f"os._exit, or took fewer steps\n{who}, which lost it, raised {_headline(blamed.message[-1])}"
         )
     known = getattr(errors, blamed.kind, None)
     if isinstance(known, type) and issubclass(known, ShardwiseError):

@@ -55,6 +55,7 @@ def main() -> None:
     monitor = Monitor(watched.folder, watched.count, watched.report, _nodes(watched))
     try:
         while not select.select([sys.stdin.buffer], [], [], _POLL_S)[0]:
+            monitor.see_ended()
             for line in monitor.check():
                 if watched.speaks or monitor.alone:
                     print(f"shardwise: {line}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from shardwise.units import seconds_text
 from shardwise.watch.exit_status import OomKills
 from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
 from shardwise.watch.nodes import Nodes
-from shardwise.watch.processes import ProcessFacts, unanswered_peers
+from shardwise.watch.processes import ProcessFacts, has_ended, unanswered_peers
 from shardwise.watch.rank_facts import RankFacts
-from shardwise.watch.rank_state import ask
+from shardwise.watch.rank_state import RankState, ask
 from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge
 from shardwise.watch.watch_events import add_event
 
@@ -53,6 +54,7 @@ class Monitor:
     _cpu: dict[int, tuple[float, float]] = field(default_factory=dict)
     _seen: tuple[Reason, tuple[int, ...]] | None = None
     _named_at: float = 0.0
+    _ended: tuple[int, ...] = ()
     _oom_kills: OomKills = field(default_factory=OomKills.now)
 
     def check(self) -> list[str]:
@@ -61,7 +63,7 @@ class Monitor:
         if now < self._next:
             return []
         self._next = now + _POLL_S
-        beats = [beat for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank)) is not None]
+        beats = self._beats()
         moving = [beat for beat in beats if beat.phase != "end"]
         if len(beats) < self.count or not moving:
             return []
@@ -87,11 +89,17 @@ class Monitor:
 
     def pids(self) -> dict[int, int]:
         """Process of each rank."""
-        return {rank: beat.pid for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank))}
+        return {beat.rank: beat.pid for beat in self._beats()}
+
+    def see_ended(self) -> None:
+        """Note which ranks are the first to have ended in the middle of a step: a launcher ends the others then."""
+        if not self._ended:
+            self._ended = tuple(one.rank for one in self._beats() if one.phase != "end" and has_ended(one.pid))
 
     def ended(self) -> str:
         """Which ranks have ended in the middle of a step without a word, and what the kernel says; empty if none."""
-        facts = self._facts([beat for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank))], 0.0)
+        self.see_ended()
+        facts = self._facts([beat for beat in self._beats() if beat.rank in self._ended], 0.0, answers={})
         found = ended(facts)
         if found is None:
             return ""
@@ -99,6 +107,9 @@ class Monitor:
         why = f"; {killed.why(self._oom_kills)}" if killed.killed_since(self._oom_kills) else ""
         self._write({**asdict(found), "all_ranks": [asdict(one) for one in facts]})
         return found.text + why
+
+    def _beats(self) -> list[Beat]:
+        return [beat for rank in ranks_here(self.folder) if (beat := read_beat(self.folder, rank)) is not None]
 
     def _recovered(self, now: float) -> list[str]:
         self._cpu.clear()
@@ -136,8 +147,9 @@ class Monitor:
         self.ends = found.reason in CERTAIN or now - self._named_at > patience
         return [] if self.ends else lines
 
-    def _facts(self, beats: list[Beat], now: float) -> list[RankFacts]:
-        answers = ask(self.folder, [beat.rank for beat in beats], _ANSWER_S)
+    def _facts(self, beats: list[Beat], now: float, answers: Mapping[int, RankState] | None = None) -> list[RankFacts]:
+        if answers is None:
+            answers = ask(self.folder, [beat.rank for beat in beats], _ANSWER_S)
         node = platform.node() if self.nodes is not None else ""
         facts = []
         for beat in beats:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+GONE = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _PROC = Path("/proc")
 _ESTABLISHED = "01"
 
@@ -33,6 +34,14 @@ class ProcessFacts:
         except (psutil.Error, OSError):
             return cls("", 0.0)
         return cls(status, seconds)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or waits for its parent to take note."""
+    try:
+        return psutil.Process(pid).status() in GONE
+    except psutil.Error:
+        return True
 
 
 def unanswered_peers(pid: int) -> list[str]:

@@ -12,13 +12,13 @@ import psutil
 
 from shardwise.units import listed
 from shardwise.watch.lines import telling_line
+from shardwise.watch.processes import GONE
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState
 
 _SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather", "reduce", "barrier")
 _PLURALS = {"is": "are", "has": "have", "does": "do", "waits": "wait"}
 _DISTRIBUTED = "/torch/distributed/"
-_GONE = ("", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _HELD = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _LOADER, _DISK = ("/torch/utils/data/", "/shardwise/train/data/"), ("/shardwise/checkpoint/",)
 
@@ -70,7 +70,7 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
 
 def ended(facts: Sequence[RankFacts]) -> Verdict | None:
     """Ranks whose process is gone, though they have not said that they end."""
-    gone = [one for one in facts if one.status in _GONE and one.beat.phase != "end"]
+    gone = [one for one in facts if one.status in GONE and one.beat.phase != "end"]
     if not gone:
         return None
     pids = listed([str(one.beat.pid) for one in gone])
