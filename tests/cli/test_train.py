@@ -148,6 +148,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     assert configs.losses(broken) == configs.losses(full)
 
 
+@pytest.mark.turns(2)
 def test_under_torchrun(tmp_path: Path) -> None:
     """A second time there is nothing to do: it tells the same, and the first run's summary stays."""
     config = configs.write_config(tmp_path)
@@ -192,6 +193,7 @@ def test_epochs_end_with_a_partial_window(tmp_path: Path) -> None:
     assert summary["tokens"] == facts["parts"]["train"]["num_tokens"] - 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 def test_resume_on_four_ranks_is_bit_identical(tmp_path: Path, strategy: str) -> None:
     """From three ranks on the order of a sum matters, and DDP orders its buckets by the first backward it sees."""

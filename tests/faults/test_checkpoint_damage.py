@@ -336,6 +336,7 @@ def test_two_worlds_and_one_folder(tmp_path: Path) -> None:
     load_checkpoint(newest(folder), model=Small(), optimizer=None)
 
 
+@pytest.mark.turns(2)
 def test_two_runs_of_the_command_and_one_folder(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
     texts = {}

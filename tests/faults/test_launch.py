@@ -419,6 +419,7 @@ def test_ranks_end_when_their_parent_is_killed(script, tmp_path):
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_lets_the_ranks_save_and_leave(script, tmp_path, number):
     path = script("""
@@ -552,6 +553,7 @@ def test_gloo_ranks_meet_at_the_parents_store(script, tmp_path, capfd):
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("how", ["raise", "raise", "kill"])
 def test_gloo_ranks_that_wait_in_a_collective_are_not_blamed(script, how):
     path = script(

@@ -79,6 +79,7 @@ def test_ctrl_c_stays_an_interrupt(tmp_path: Path) -> None:
     assert said.startswith("shardwise: stopped after step ") and not (tmp_path / "run" / "preempted").exists()
 
 
+@pytest.mark.turns(3)
 def test_under_torchrun_the_save_is_done_before_the_agent_ends(tmp_path: Path, full: Path) -> None:
     """The agent gets SIGTERM and forwards it; then one worker alone gets SIGUSR1."""
     config = long_config(tmp_path, nproc=None)

@@ -453,6 +453,7 @@ class TestConvert:
             run(source, tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
+    @pytest.mark.turns(2)
     @pytest.mark.parametrize("to", ["hf", "shardwise"])
     def test_a_full_disk_at_every_write_leaves_nothing(self, saved, tmp_path, monkeypatch, to):
         left = [math.inf]

@@ -114,6 +114,7 @@ def _cases(world: int, precision: str) -> list[Case]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
 def test_narrow_gradients_are_those_of_one_process(world: int, precision: str) -> None:
     for row in zip(*run_world(gradients, world, _cases(world, precision), timeout_s=240), strict=True):
@@ -209,6 +210,7 @@ def on_one(precision: str) -> tuple[list[float], list[float]]:
     return curve("ddp+qlora", precision, 2), by_hand(precision)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_curve_of_sharded_qlora_is_that_of_peft_and_bitsandbytes_alone(precision: str) -> None:
     """In fp32 they differ by 4e-7; in bf16, where FSDP2 narrows what autocast leaves wide, by 1.3e-3 of 3 to 4."""

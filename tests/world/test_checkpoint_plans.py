@@ -31,6 +31,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.cli.test_checkpoint_command import answer
 from tests.contract import both_here, decided_once, here
 from tests.families import VOCAB, configuration, family
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
@@ -285,7 +286,7 @@ def stopped_and_whole(root: str, strategies: list[str]) -> None:
     ("world", "strategies"), [(2, ["ddp+cp2", "ddp+tp2", "ddp+pp2"]), (4, ["fsdp+tp2", "fsdp+pp2"])]
 )
 def test_a_loop_of_ones_own_goes_on_bit_identically(tmp_path: Path, world: int, strategies: list[str]) -> None:
-    run_world(stopped_and_whole, world, str(tmp_path), strategies)
+    run_world(stopped_and_whole, world, str(tmp_path), by_turns(strategies, len(strategies), f"{world} ranks"))
 
 
 def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
