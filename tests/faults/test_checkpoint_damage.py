@@ -22,6 +22,7 @@ from shardwise.checkpoint.load import load_checkpoint, newest_of_all, rng_for
 from shardwise.errors import CheckpointError, UserError
 from tests.cli import configs
 from tests.faults.disk import Small, assert_goes_on, assert_good, assert_whole, made, names_in, save
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 ONE, TWO = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -173,6 +174,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> Non
         spots = [(byte, bit) for byte in range(8) for bit in range(8)]
         spots += [(rng_state.randrange(8, header), rng_state.randrange(8)) for _ in range(FLIPS)]
         spots += [(rng_state.randrange(header, size), rng_state.randrange(8)) for _ in range(20)]
+        spots = by_turns(spots, 3, file)
         for byte, bit in spots:
             good = flip(path / file, byte, bit)
             try:

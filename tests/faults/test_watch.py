@@ -54,6 +54,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
 def test_the_rank_the_reason_and_the_line(tmp_path: Path, fault: Fault) -> None:
     kwargs = {"kind": fault.kind, "rank": fault.rank, "step": 6}

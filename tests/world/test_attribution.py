@@ -26,6 +26,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from tests.families import family
+from tests.turns import by_turns
 from tests.worlds import WorldError, run_world
 
 STEPS = 9
@@ -155,7 +156,7 @@ def timing_of(case: Case) -> Timing:
     return Timing(**(found[case] if case in found else run_world(run, case.world, case)[0]))
 
 
-CASES = [
+ALL_CASES = [
     Case("ddp", 1),
     Case("ddp"),
     Case("ddp", accum=3, recompute="full"),
@@ -170,11 +171,16 @@ CASES = [
     Case("ddp+pp2", accum=4),
     Case("fsdp+pp2", 4, accum=4, schedule="interleaved-1f1b"),
 ]
+CASES = by_turns(ALL_CASES, 2, "parts")  # chosen here: what a strategy's cases are measured in is one world
 PLACES = ("data", "forward", "backward", "other")
-ALL_LATE = [Case(strategy, sleep_in=where) for strategy in ("ddp", "fsdp", "ddp+tp2") for where in PLACES]
-ONE_LATE = [
-    Case(strategy, sleep_in=where, sleeper=1) for strategy in ("ddp", "fsdp", "zero1", "ddp+tp2") for where in PLACES
-]
+ALL_LATE = by_turns(
+    [Case(strategy, sleep_in=where) for strategy in ("ddp", "fsdp", "ddp+tp2") for where in PLACES], 4, "all late"
+)
+ONE_LATE = by_turns(
+    [Case(strategy, sleep_in=where, sleeper=1) for strategy in ("ddp", "fsdp", "zero1", "ddp+tp2") for where in PLACES],
+    4,
+    "one late",
+)
 SLEEPING = [*ALL_LATE, *ONE_LATE]
 UNASKED = {
     Case("fsdp", sleep_in="wait_for_unshard"): "exposed_dp",

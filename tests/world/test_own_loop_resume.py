@@ -98,6 +98,7 @@ def train(
         session.close()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "flow", "list"])
 def test_one_process_goes_on_bit_identically(tmp_path: Path, kind: str) -> None:
     full, weights, _ = train(str(tmp_path / "whole"), kind, "ddp")

@@ -118,6 +118,7 @@ def save_one(target: Saver, model: torch.nn.Module, optimizer: torch.optim.Optim
     target.save(number, model=model, optimizer=optimizer, plan=Plan(reason="test"), state={"step": number})
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_old_ones_go_and_latest_moves(s3: Store, async_save: bool) -> None:
     model, optimizer = build("one")
@@ -176,6 +177,7 @@ def train_as(environment: dict[str, str], job: str) -> None:
     run_job(Job.model_validate_json(job))
 
 
+@pytest.mark.turns(3)
 def test_train_saves_to_a_url_and_goes_on_from_there(tmp_path: Path, s3: Store) -> None:
     table = {"folder": FOLDER, "every": 2, "async_save": True}
     config = configs.write_config(tmp_path, train={"steps": 4}, checkpoint=table)

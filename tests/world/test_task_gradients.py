@@ -22,6 +22,7 @@ from shardwise.train.tasks.registry import prepare_data, samples_of
 from tests.contract import CLIP, LIMIT, Still, Watch, gradients_here, worst
 from tests.kept import kept
 from tests.task_models import MODELS, QUIET, smoothed, write_task
+from tests.turns import by_turns
 from tests.worlds import run_each
 
 MICRO_BATCH = 2
@@ -139,7 +140,8 @@ REFUSED = {("t5", "ddp+tp2"): "decoder.block.0 cannot be sharded", ("t5", "ddp+p
 
 
 def test_gradient_is_that_of_plain_transformers() -> None:
-    for case, ranks in zip(CASES, run_each(train, 2, CASES, timeout_s=240), strict=True):
+    cases = by_turns(CASES, 2, "tasks")
+    for case, ranks in zip(cases, run_each(train, 2, cases, timeout_s=240), strict=True):
         for error, where in ranks:
             if told := REFUSED.get(case[:2]):
                 assert error < 0 and told in where, (case, where)
