@@ -74,7 +74,7 @@ def test_the_sessions_of_the_page(tmp_path: Path) -> None:
         assert not wrong, f"{command}: {wrong}\n{found}"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
     """With fewer steps on a smaller base than the page's."""
     sessions = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", (configs.ROOT / "docs" / "lora.md").read_text())
@@ -88,7 +88,7 @@ def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
         assert not wrong, f"{command}: {wrong}\n{found}"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_a_loop_of_ones_own_as_the_page_says(tmp_path: Path) -> None:
     save, load = SNIPPETS
     before = in_two_ranks(tmp_path, OLD_LOOP + save + SAY)

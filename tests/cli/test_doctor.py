@@ -98,7 +98,7 @@ def test_a_users_mistakes(tmp_path: Path) -> None:
     assert code == 2 and "--nproc 2: the launcher has started 1 rank already" in err
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     words = ["--nproc", "2", "--folder", str(tmp_path), "--timeout", "6", "--json"]
     process = subprocess.Popen(
@@ -145,7 +145,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert [check["name"] for check in document["checks"]].count("disk speed") == 1, "one rank looks at the host"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 @pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 def test_two_hosts(tmp_path: Path) -> None:
     with netns.two_hosts(rate=None) as hosts:
@@ -159,7 +159,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert [check["name"] for check in document["checks"]].count("memory") == 2, "each host is looked at"
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_the_other_host_never_comes(tmp_path: Path) -> None:
     """One torchrun of two: the ranks of this host answer, the other host's are named."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -496,7 +496,7 @@ for run in (lora, qlora):  # the one that needs more comes last
 """
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_memory_is_a_few_of_the_largest_weights(tmp_path):
     """A base of 136 MiB whose largest weight has 16: blocks of rows, or what packing one weight takes."""
     side, layers = 2048, 4

@@ -75,7 +75,7 @@ def are_bit_identical(
     assert sum(trial.done.values()) == len(kills)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("strategy", ["fsdp+tp2", "ddp+pp2"])
 def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
     setting = Setting(strategy, 4, factory="tests.models:byte_attention", micro_batch=4, epochs=2)

@@ -48,6 +48,7 @@ def is_the_full_run(folder: Path, full: Path) -> None:
     assert weights(folder) == weights(full)
 
 
+@pytest.mark.turns(2)
 def test_a_local_run_is_preempted_and_resumed(tmp_path: Path, full: Path) -> None:
     """By a signal to the command, to one rank alone, and to all processes at once, as Slurm sends it."""
     config = long_config(tmp_path)
@@ -127,6 +128,7 @@ print("end", asked, flush=True)
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("state", "second", "exit_code"),
     [("saving", signal.SIGTERM, 75), ("saved", signal.SIGTERM, 0), ("saving", signal.SIGINT, 0)],

@@ -63,7 +63,7 @@ def weights(folder: Path) -> dict[str, list[str]]:
     return configs.hashes(path)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_two_nodes_train_as_one_machine_does(cluster: slurm.Slurm, tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "local").mkdir()

@@ -557,6 +557,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.turns(6)
 def test_memory_is_a_few_blocks(tmp_path):
     """600 MiB in nine tensors, there, and back with a cast; read back, too."""
     total, large = 0, 64 << 20

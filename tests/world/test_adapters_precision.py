@@ -18,6 +18,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, Case, Watch, ragged, reference
 from tests.families import VOCAB, family
 from tests.models import ByteAttention
+from tests.turns import by_turns
 from tests.world.test_adapters import _cleaned, _with_values
 from tests.worlds import run_world
 
@@ -114,10 +115,10 @@ def _cases(world: int, precision: str) -> list[Case]:
     return found
 
 
-@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
 def test_narrow_gradients_are_those_of_one_process(world: int, precision: str) -> None:
-    for row in zip(*run_world(gradients, world, _cases(world, precision), timeout_s=240), strict=True):
+    cases = by_turns(_cases(world, precision), 3, f"{world} {precision}")
+    for row in zip(*run_world(gradients, world, cases, timeout_s=240), strict=True):
         for case, error, alarms, dtypes in row:
             assert error < LIMIT[precision], f"{case}: {error:.3f}"
             assert dtypes == {"torch.float32"}, case

@@ -275,6 +275,7 @@ def test_reductions_before_the_last_micro_batch_are_counted(strategy: str):
     assert timing_of(Case(strategy, accum=3)).early_reduces == 0
 
 
+@pytest.mark.turns(3)
 def test_what_the_compiler_hides_is_unknown_and_not_zero():
     timing = timing_of(Case("ddp+tp2", compile=True))
     assert timing.parts["exposed_tp"] is None and "compiled" in timing.unmeasured["exposed_tp"]

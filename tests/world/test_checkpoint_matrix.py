@@ -6,6 +6,7 @@ import functools
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -321,6 +322,7 @@ def save_and_load_layouts(root: str, layouts: list[str], shapes: list[tuple[int,
     return sorted(seen)
 
 
+@pytest.mark.turns(2)
 def test_layouts_of_plans_to_come(tmp_path: Path) -> None:
     shapes = [(8, 4), (7, 5), (3, 2), (9, 3)]  # even, uneven, fewer rows than ranks, uneven twice
     for rows, width in shapes:

@@ -55,6 +55,7 @@ def test_compiled_blocks_have_the_gradient_of_one_process(world: int, case: Case
         right(outcome, case)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("world", "case"),
     [CHEAPEST, *(pytest.param(*each, marks=pytest.mark.soak) for each in CASES)],
@@ -183,6 +184,7 @@ def lengths_of_every_kind() -> str:
     return ""
 
 
+@pytest.mark.turns(2)
 def test_a_block_that_is_compiled_too_often_is_no_silent_fallback() -> None:
     (text,) = run_world(lengths_of_every_kind, 1)
     assert text.startswith("a block (Block) was compiled 2 times") and text.endswith("set parallel.compile to false")

@@ -222,6 +222,7 @@ def held_out(strategy: str, model: str) -> float | None:
     return bits
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "model"), [("ddp+cp2", "gpt2"), ("fsdp+cp2", "llama")])
 def test_evaluation_is_that_of_one_process(strategy: str, model: str) -> None:
     inputs, labels = Corpus().batch(np.arange(7))

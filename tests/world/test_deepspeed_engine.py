@@ -231,6 +231,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_any_other_strategy(saving: s
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.turns(2)
 def test_under_bf16_the_fp32_weights_are_what_is_saved(tmp_path: Path) -> None:
     import json
 

@@ -89,7 +89,7 @@ def test_ranks_that_share_a_core_have_too_few(tmp_path: Path) -> None:
     assert "2 ranks on 1" in crowded.text
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(6)
 def test_a_link_that_is_shaped_is_slow(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -319,6 +319,7 @@ def test_the_same_plan_goes_on_bit_for_bit(kind: str, strategy: str, world: int,
     assert not [text for row in loaded for text in row[3]]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("ddp", 2)])
 def test_adafactor_goes_anywhere(strategy: str, world: int, tmp_path: Path) -> None:
     saved = run_world(save, world, strategy, "adafactor", str(tmp_path))
@@ -329,6 +330,7 @@ def test_adafactor_goes_anywhere(strategy: str, world: int, tmp_path: Path) -> N
         assert not [text for row in loaded for text in row[3]]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("ddp", 2)])
 def test_adamw8bit_goes_anywhere_and_says_what_it_quantised_anew(strategy: str, world: int, tmp_path: Path) -> None:
     saved = run_world(save, world, strategy, "adamw8bit", str(tmp_path))

@@ -145,6 +145,7 @@ def bit_identical(folder: str, strategy: str) -> bool:
     return first + rest == full and all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_go_on_bit_identically(tmp_path: Path, strategy: str) -> None:
     assert run_world(bit_identical, 2, str(tmp_path), strategy) == [True, True]

@@ -401,6 +401,7 @@ def changes(strategy: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_models_changed_after_prepare(strategy: str) -> None:
     for found in run_world(changes, 4 if strategy == "hsdp" else 2, strategy):

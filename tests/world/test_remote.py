@@ -96,6 +96,7 @@ def test_saved_by_two_ranks_and_loaded_by_one_and_three(s3: Store) -> None:
     assert not checked.damage and checked.hashed and checked.files == 2
 
 
+@pytest.mark.turns(2)
 def test_a_crash_before_the_manifest_leaves_no_checkpoint(s3: Store) -> None:
     with pytest.raises(WorldError, match="exit code 9"):
         run_world(save_as, 2, s3.environment, "fsdp", 20, True)
