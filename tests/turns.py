@@ -1,8 +1,8 @@
 """Cases that come by turns: a part of them for each change, all of them in `make soak`.
 
 The commit says which part, so that a run can be repeated and all parts come round; ``SHARDWISE_TESTS_TURN`` says
-another (a number, or ``all``). Whoever asks for single tests (``file::test``) gets them, whoever's turn it is. ddp and
-fsdp, which nearly all users run, have no turns.
+another (a number, or ``all``). Whoever asks for single tests (``file::test``) and says no turn gets them. ddp and fsdp,
+which nearly all users run, have no turns.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ def by_turns(cases: Sequence[Case], of: int, name: str) -> list[Case]:
 
 def choose(config: pytest.Config) -> None:
     """Settle the turn of this run, for its workers and ranks too."""
-    if any("::" in word for word in config.args):
-        os.environ[VARIABLE] = ALL
-    os.environ.setdefault(VARIABLE, of_commit())
+    single = any("::" in word for word in config.args)
+    os.environ.setdefault(VARIABLE, ALL if single else of_commit())
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:

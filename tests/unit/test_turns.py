@@ -68,11 +68,15 @@ def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whoever_asks_for_a_test_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(turns.VARIABLE, "7")
-    turns.choose(cast(Any, SimpleNamespace(args=["tests/unit"])))
-    assert os.environ[turns.VARIABLE] == "7"
-    turns.choose(cast(Any, SimpleNamespace(args=["tests/unit/test_turns.py::test_alone"])))
-    assert os.environ[turns.VARIABLE] == turns.ALL
-    monkeypatch.delenv(turns.VARIABLE)
-    turns.choose(cast(Any, SimpleNamespace(args=["tests"])))
-    assert os.environ[turns.VARIABLE] == turns.of_commit()
+    one, all_of_them = ["tests/unit/test_turns.py::test_alone"], ["tests"]
+    for said, words, turn in (
+        ("7", all_of_them, "7"),
+        ("7", one, "7"),
+        (None, one, turns.ALL),
+        (None, all_of_them, turns.of_commit()),
+    ):
+        monkeypatch.delenv(turns.VARIABLE, raising=False)
+        if said is not None:
+            monkeypatch.setenv(turns.VARIABLE, said)
+        turns.choose(cast(Any, SimpleNamespace(args=words)))
+        assert os.environ[turns.VARIABLE] == turn
