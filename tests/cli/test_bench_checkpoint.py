@@ -128,7 +128,6 @@ def broken(kind: str, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

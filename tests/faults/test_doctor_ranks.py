@@ -41,7 +41,6 @@ def test_a_rank_that_is_stopped_is_named(monkeypatch, rank):
     assert not any(psutil.pid_exists(answer.pid) for answer in found.answers if answer.pid is not None)
 
 
-@pytest.mark.turns(3)
 def test_a_rank_that_dies_is_named_and_how(monkeypatch):
     found = sabotaged(monkeypatch, "1:all_gather:kill", world=3, timeout_s=60)
     assert found.silent == (1,) and found.problem is not None, found
@@ -49,35 +48,33 @@ def test_a_rank_that_dies_is_named_and_how(monkeypatch):
     assert found.seconds < 50, "nobody waits for the dead until the time is up"
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_rank_that_never_starts_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:import:stop", start_s=8)
     assert found.silent == (1,) and found.problem is not None
     assert "did not start: its process is stopped" in found.problem
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_a_rank_that_hangs_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:join:late")
     assert found.silent == (1,) and found.stage == "join"
     assert found.problem is not None and "makes no progress" in found.problem
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 def test_all_are_stopped(monkeypatch):
     found = sabotaged(monkeypatch, "0,1:all_reduce:stop")
     assert found.silent == (0, 1) and found.problem is not None
     assert found.problem.count("stopped") == 2
 
 
-@pytest.mark.turns(3)
 def test_a_wrong_sum_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "2:all_reduce:wrong", world=3, timeout_s=60)
     assert found.wrong == (2,) and found.silent == () and found.problem is not None
     assert "all_reduce on cpu: 1 of" in found.problem and "the first at 7: 43, not 42" in found.problem
 
 
-@pytest.mark.turns(3)
 def test_a_rank_that_dies_at_once_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:import:kill")
     assert found.silent == (1,) and found.problem is not None, found

@@ -184,7 +184,6 @@ def lengths_of_every_kind() -> str:
     return ""
 
 
-@pytest.mark.turns(2)
 def test_a_block_that_is_compiled_too_often_is_no_silent_fallback() -> None:
     (text,) = run_world(lengths_of_every_kind, 1)
     assert text.startswith("a block (Block) was compiled 2 times") and text.endswith("set parallel.compile to false")
