@@ -27,6 +27,7 @@ from tests.worlds import run_world
 
 ONE, TWO = "rank-00000.safetensors", "rank-00001.safetensors"
 FLIPS = 250
+TURNS = 3  # a third of the flips for each change
 
 
 def save_steps(root: str) -> None:
@@ -174,7 +175,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> Non
         spots = [(byte, bit) for byte in range(8) for bit in range(8)]
         spots += [(rng_state.randrange(8, header), rng_state.randrange(8)) for _ in range(FLIPS)]
         spots += [(rng_state.randrange(header, size), rng_state.randrange(8)) for _ in range(20)]
-        spots = by_turns(spots, 3, file)
+        spots = by_turns(spots, TURNS, file)
         for byte, bit in spots:
             good = flip(path / file, byte, bit)
             try:
@@ -183,7 +184,7 @@ def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> Non
                 assert file in str(error)
                 found += 1
             (path / file).write_bytes(good)
-    assert found > 1.8 * FLIPS
+    assert found > 1.8 * FLIPS / TURNS
 
 
 def test_a_flipped_bit_in_the_manifest_is_found_wherever_it_is(folder: Path) -> None:
