@@ -179,7 +179,7 @@ def packed(tmp_path_factory) -> tuple[Path, torch.Tensor]:
     return folder, train_a_little(folder, CASES[6])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_merged_model_is_what_was_trained(tmp_path, capsys, case):
     trained = train_a_little(tmp_path, case)

@@ -95,7 +95,7 @@ def test_a_world_of_one_leaves_no_group_behind() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(6)
 def test_the_complete_loop_of_the_page_and_its_second_run(tmp_path: Path) -> None:
     page = (configs.ROOT / "docs" / "own-loop.md").read_text()
     (first, expected), (second, after) = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", page)

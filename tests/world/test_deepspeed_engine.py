@@ -139,7 +139,7 @@ def stepped(model: nn.Module, window: list[Any]) -> tuple[Weights, Weights, floa
     return raw, clipped, norm.item(), loss.item()
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_gradient_and_the_update_are_those_of_one_process(world: int) -> None:
     stages = STAGES if world == 2 else STAGES[2:] if world == 3 else STAGES[:1]
@@ -223,7 +223,7 @@ def full(session: Any) -> Weights:
     return {clean_name(n): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("saving", ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3+offload", "fsdp"])
 def test_a_checkpoint_goes_on_bit_for_bit_and_under_any_other_strategy(saving: str, tmp_path: Path) -> None:
     others = {"fsdp": [*STAGES, "deepspeed-zero2+offload"]}.get(saving, [saving, "fsdp"])
@@ -231,7 +231,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_any_other_strategy(saving: s
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_under_bf16_the_fp32_weights_are_what_is_saved(tmp_path: Path) -> None:
     import json
 
@@ -265,7 +265,7 @@ def other_world(folder: str, strategy: str, save: bool) -> Weights:
     return found
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 def test_another_number_of_ranks_has_the_same_weights_and_states(tmp_path: Path) -> None:
     saved = run_world(other_world, 2, str(tmp_path), "deepspeed-zero3", True)[0]
     for world, strategy in ((3, "deepspeed-zero3"), (1, "deepspeed-zero2")):
@@ -358,7 +358,7 @@ def left_in_the_middle(strategy: str) -> float:
     return furthest(keeping.raw, one_process(batches[:4])[0])
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["deepspeed-zero2+offload", "deepspeed-zero3"])
 def test_an_abandoned_step_leaves_nothing_behind(strategy: str) -> None:
     assert max(run_world(left_in_the_middle, 2, strategy)) < LIMIT

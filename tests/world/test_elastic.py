@@ -34,7 +34,7 @@ Leg = tuple[str, int, int | None]
 Steps = dict[int, list[int]]  # step to the ids of its samples, in the order of the stream
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("legs", "data", "micro_batch"),
     [

@@ -242,8 +242,8 @@ def errors(strategies: tuple[str, ...], world: int) -> dict[str, float]:
     ("world", "strategies"),
     [
         (2, ("ddp", "fsdp")),
-        pytest.param(2, ("zero1", "zero2"), marks=pytest.mark.turns(2)),
-        pytest.param(4, ("hsdp",), marks=pytest.mark.turns(2)),
+        pytest.param(2, ("zero1", "zero2"), marks=pytest.mark.turns(3)),
+        pytest.param(4, ("hsdp",), marks=pytest.mark.turns(3)),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -475,8 +475,8 @@ def filled(strategy: str) -> tuple[str, ...]:
     ("world", "strategies", "extra"),
     [
         (4, ("fsdp",), 3),
-        pytest.param(4, ("zero1", "hsdp"), 3, marks=pytest.mark.turns(2)),
-        pytest.param(2, ("fsdp+offload",), 1, marks=pytest.mark.turns(2)),
+        pytest.param(4, ("zero1", "hsdp"), 3, marks=pytest.mark.turns(3)),
+        pytest.param(2, ("fsdp+offload",), 1, marks=pytest.mark.turns(3)),
     ],
 )
 def test_a_last_window_with_fillers(world: int, strategies: tuple[str, ...], extra: int) -> None:

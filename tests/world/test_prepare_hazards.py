@@ -401,7 +401,7 @@ def changes(strategy: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_models_changed_after_prepare(strategy: str) -> None:
     for found in run_world(changes, 4 if strategy == "hsdp" else 2, strategy):
@@ -411,7 +411,7 @@ def test_models_changed_after_prepare(strategy: str) -> None:
             assert result.startswith(f"refused: {name}: added, replaced or unfrozen after"), (kind, result)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_hooks_of_parameters(strategy: str) -> None:
     for found in run_world(hooks, 2, strategy):
