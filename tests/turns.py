@@ -38,12 +38,16 @@ def comes(index: int, of: int, name: str, turn: str) -> bool:
 
 
 def for_each_change(values: Iterable[Any]) -> bool:
-    """Whether one of a case's parameters says that it has no turn."""
-    return any(getattr(value, "strategy", value) in FOR_EACH_CHANGE for value in values if not isinstance(value, list))
+    """Whether one of a case's parameters, or a part of a tuple, says that it has no turn."""
+    parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+    return any(getattr(part, "strategy", part) in FOR_EACH_CHANGE for part in parts if not isinstance(part, list))
 
 
 def by_turns(cases: Sequence[Case], of: int, name: str) -> list[Case]:
-    """Those of ``cases`` that are ddp or fsdp, and one of ``of`` of the others; for a world that has many cases."""
+    """Those of ``cases`` that are ddp or fsdp, and one of ``of`` of the others; for a world that has many cases.
+
+    The test is marked ``turns(1)``: it runs for each change, and with all of its cases in `make soak`.
+    """
     turn = os.environ.get(VARIABLE, ALL)
     others = [case for case in cases if not for_each_change([case])]
     left_out = [id(case) for index, case in enumerate(others) if not comes(index, of, name, turn)]

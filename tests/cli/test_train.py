@@ -43,6 +43,7 @@ def train_here(folder: Path, strategy: str, world: int, **changes: dict[str, obj
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
+@pytest.mark.turns(1)
 def test_every_strategy_ends_at_the_same_loss(tmp_path: Path) -> None:
     """And starts at the same: the first loss, before any update, is that of the same weights."""
     found, first = {}, {}

@@ -57,6 +57,7 @@ def killed_save(folder: str, nth: int, torn: bool, async_save: bool) -> None:
         save(Path(folder), 20, async_save=async_save)
 
 
+@pytest.mark.turns(1)
 def test_a_kill_at_every_call(earlier: Path) -> None:
     calls = calls_of_a_save(earlier)
     told = Counter(calls)
@@ -82,6 +83,7 @@ def test_a_kill_at_every_call(earlier: Path) -> None:
     assert outcomes[10] > outcomes[20] >= 1
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_what_a_kill_would_leave_at_every_call(earlier: Path, async_save: bool) -> None:
     folder, album = shutil.copytree(earlier, earlier.with_name("run")), earlier.with_name("album")
@@ -105,6 +107,7 @@ def photographed(root: str, async_save: bool) -> None:
         save(folder, 20, async_save=async_save)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_what_a_kill_of_two_ranks_would_leave(tmp_path: Path, async_save: bool) -> None:
     run_world(photographed, 2, str(tmp_path), async_save)
@@ -212,6 +215,7 @@ def save_with(folder: Path, nth: int | None, code: int, async_save: bool) -> Exc
     return str(told[0].message) if told else ""
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_an_error_at_every_call(earlier: Path, code: int) -> None:
     calls = calls_of_a_save(earlier)
@@ -262,6 +266,7 @@ def errors_of_two_ranks(root: str, async_save: bool) -> int:
     return failed
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_an_error_at_every_call_of_two_ranks(tmp_path: Path, async_save: bool) -> None:
     one, other = run_world(errors_of_two_ranks, 2, str(tmp_path), async_save)

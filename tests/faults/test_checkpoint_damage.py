@@ -166,6 +166,7 @@ def test_a_flipped_bit_in_any_tensor_is_named(folder: Path) -> None:
     assert assert_whole(path) == 20
 
 
+@pytest.mark.turns(1)
 def test_a_flipped_bit_anywhere_is_found_or_does_not_matter(folder: Path) -> None:
     path, rng_state = folder / "step-00000020", random.Random(5)
     found = 0

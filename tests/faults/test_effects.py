@@ -91,6 +91,7 @@ def clean(strategy: str) -> dict[str, Any]:
     return {f"{a} {v}": run(strategy, a, v) for a, v in cases(strategy, dist.get_world_size())}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_no_alarm_when_all_is_right(world: int) -> None:
     strategies = by_turns(STRATEGIES, 3, f"{world} ranks")

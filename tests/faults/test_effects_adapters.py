@@ -67,6 +67,7 @@ def clean(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_alarm_when_all_is_right(world: int) -> None:
     for alarms in run_world(clean, world, by_turns(CLEAN, 2, f"{world} ranks"), timeout_s=150):

@@ -100,6 +100,7 @@ def right(world: int) -> dict[str, Alarms]:
     return {f"{case[0]} {case[1]} {case[3]}": run(*case) for case in by_turns(RIGHT[world], 2, f"{world} ranks")}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_alarm_when_all_is_right(world: int) -> None:

@@ -215,6 +215,7 @@ def test_jobs_of_configs_that_are_accepted(here: Path) -> None:
     tried(range(3000, 3250), one, call)
 
 
+@pytest.mark.turns(1)
 def test_configurations_of_models(here: Path) -> None:
     file = here / "config.json"
 
@@ -286,6 +287,7 @@ def plan_words(rng: random.Random, file: str) -> list[str]:
     return [*words, *rng.sample(["--compile", "--json", "--nonsense", "-o"], rng.choice([0, 0, 0, 1]))]
 
 
+@pytest.mark.turns(1)
 def test_questions_to_plan(here: Path) -> None:
     file = here / "asked.json"
     file.write_text(json.dumps(LLAMA))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ def test_what_a_case_says_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> No
     found = turns.by_turns(cases, 2, "a name")
     assert found[0].strategy == "fsdp" and len(found) == 2
     assert turns.for_each_change([2, "ddp"])
+    assert turns.for_each_change([("a model", "fsdp", 2, {})])
     assert not turns.for_each_change([["ddp", "fsdp"], "ddp+tp2", 4, None])
 
 
@@ -65,6 +67,12 @@ def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
     always = {"test_each[ddp]", "test_each[fsdp]", "test_plain", "test_plain[zero1]"}
     assert times == {name: 6 if name in always else 3 if name == "test_alone" else 2 for name in marks}
     assert kept(marks, turns.ALL, monkeypatch) == list(marks)
+
+
+def test_a_test_whose_cases_have_turns_is_found_by_the_soak() -> None:
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        text = file.read_text()
+        assert "by_turns(" not in text or "mark.turns(" in text or "mark.soak" in text or file == Path(__file__), file
 
 
 def test_whoever_asks_for_a_test_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,7 @@ def _cases(world: int, precision: str) -> list[Case]:
     return found
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
 def test_narrow_gradients_are_those_of_one_process(world: int, precision: str) -> None:
     cases = by_turns(_cases(world, precision), 3, f"{world} {precision}")

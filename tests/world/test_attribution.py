@@ -200,6 +200,7 @@ def name_of(case: Case) -> str:
     return f"{case.strategy}-{case.sleep_in}-{case.world}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.recompute}-{case.accum}")
 def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     timing = timing_of(case)
@@ -225,6 +226,7 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PHASES, *BETWEEN}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ALL_LATE, ids=name_of)
 def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
     timing = timing_of(case)
@@ -233,6 +235,7 @@ def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
     assert timing.seconds("slowest_rank") < SLEEP / 2
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ONE_LATE, ids=name_of)
 def test_what_one_rank_does_is_waited_for_by_the_others(case: Case):
     timing = timing_of(case)

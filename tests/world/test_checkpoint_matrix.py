@@ -232,6 +232,7 @@ def stored_bytes(path: Path) -> int:
     return sum(t.nbytes for file in path.glob("*.safetensors") for t in load_file(file).values())
 
 
+@pytest.mark.turns(1)
 def test_any_strategy_into_any_other_through_a_session(tmp_path: Path) -> None:
     for world, strategies in SAVED.items():
         run_world(save_each, world, str(tmp_path), strategies, {})

@@ -215,9 +215,17 @@ PLANS = [  # family, and its plans by the number of ranks; transformers is slow 
     pytest.param("llama", {1: ["ddp"], 2: ["ddp+pp2"], 4: ["fsdp+tp2"]}, id="llama", marks=pytest.mark.turns(2)),
     # a fused projection; tied ends on two stages, on two ranks or (zbv) on one
     pytest.param("gpt2", {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2", "ddp+pp2 zbv"]}, id="gpt2", marks=pytest.mark.turns(2)),
-    pytest.param("own", {1: ["fsdp"], 2: ["ddp+cp2", "zero1+cp2", "ddp+pp2 interleaved-1f1b"]}, id="own-two-ranks"),
     pytest.param(
-        "own", {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp", "ddp+tp2+pp2"]}, id="own-four-ranks"
+        "own",
+        {1: ["fsdp"], 2: ["ddp+cp2", "zero1+cp2", "ddp+pp2 interleaved-1f1b"]},
+        id="own-two-ranks",
+        marks=pytest.mark.turns(1),
+    ),
+    pytest.param(
+        "own",
+        {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp", "ddp+tp2+pp2"]},
+        id="own-four-ranks",
+        marks=pytest.mark.turns(1),
     ),
     pytest.param("own", {1: ["zero2"], 8: ["fsdp+tp2+pp2"]}, id="own-eight-ranks", marks=pytest.mark.turns(2)),
     pytest.param("own", {1: ["zero2"], 8: ["hsdp+tp2"]}, id="own-eight-ranks-copies", marks=pytest.mark.soak),
@@ -283,6 +291,7 @@ def stopped_and_whole(root: str, strategies: list[str]) -> None:
         assert not wrong, f"{strategy}: {wrong[:5]}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("world", "strategies"), [(2, ["ddp+cp2", "ddp+tp2", "ddp+pp2"]), (4, ["fsdp+tp2", "fsdp+pp2"])]
 )

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_gradient_is_that_of_one_process(world: int) -> None:
     cases = by_turns([case for case in CASES if case.world == world], 3 if world == 8 else 2, f"{world} ranks")

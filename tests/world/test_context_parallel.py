@@ -175,6 +175,7 @@ CASES: dict[str, tuple[int, list[Case]]] = {
 }
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradient_is_that_of_one_process(world: int) -> None:
     cases = [case for ranks, some in CASES.values() for case in some if ranks == world]

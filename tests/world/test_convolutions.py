@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -97,6 +98,7 @@ def errors() -> dict[str, float]:
     return found
 
 
+@pytest.mark.turns(1)
 def test_weights_are_those_of_one_process() -> None:
     for found in run_world(errors, 2):
         assert not {case: error for case, error in found.items() if not error < 1e-12}

@@ -75,6 +75,7 @@ def run(asked: Config) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(1)
 def test_every_strategy_measures_and_writes_the_same(tmp_path: Path) -> None:
     found, texts = {}, {}
     strategies = by_turns(STRATEGIES, 3, "evaluation")

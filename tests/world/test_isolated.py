@@ -137,6 +137,7 @@ def and_back(*case: Any) -> Found:
         IsolatedSamples.batch, masks.find_packed_sequence_indices = keep  # type: ignore[method-assign]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradient_is_that_of_the_documents_one_by_one(world: int) -> None:
     cases = [(strategy, model, world) for strategy, models in STRATEGIES[world].items() for model in models]

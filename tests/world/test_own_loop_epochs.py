@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_interrupted_run_goes_on_behind_what_is_finished(tmp_path: Path, world: int) -> None:
     cases = CASES if world > 1 else CASES[1::2]  # one rank does less of the same

@@ -48,6 +48,7 @@ def test_every_family_over_two_stages() -> None:
     are_right(*(Case(2, "ddp+pp2", name, accum=4) for name in FAMILIES))
 
 
+@pytest.mark.turns(1)
 def test_more_ranks() -> None:
     cases = [
         Case(4, "ddp+pp2", "own", accum=3),
@@ -63,6 +64,7 @@ def test_more_ranks() -> None:
     are_right(*by_turns(cases, 2, "more ranks"))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_every_schedule_is_right_or_refused(strategy: str) -> None:
     allowed = []

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -139,6 +140,7 @@ CASES += [("own", strategy, 2, {}) for strategy in ("ddp", "fsdp")]
 REFUSED = {("t5", "ddp+tp2"): "decoder.block.0 cannot be sharded", ("t5", "ddp+pp2"): "a skip connection"}
 
 
+@pytest.mark.turns(1)
 def test_gradient_is_that_of_plain_transformers() -> None:
     cases = by_turns(CASES, 2, "tasks")
     for case, ranks in zip(cases, run_each(train, 2, cases, timeout_s=240), strict=True):

@@ -105,6 +105,7 @@ def sentence_rows(number: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.turns(1)
 def test_each_task_is_learned_on_two_ranks(tmp_path: Path) -> None:
     words = {"tokenizer": str(write_tokenizer(tmp_path / "words.json")), "seq_len": 12}
     bert, rows = {**BERT, "vocab_size": 16}, sentence_rows(400)

@@ -155,17 +155,20 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("names", [("llama", "qwen3"), ("gpt2", "bert"), ("mistral", "gemma"), ("own",)], ids="-".join)
 def test_gradients_are_those_of_one_process_on_two_ranks(names: tuple[str, ...]) -> None:
     cases: list[Case] = [("ddp+tp2", name, options) for name in names for options in (*SWITCHES, *MORE)]
     check(2, by_turns(cases, 3, names[0]))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("options", [SWITCHES[0], SWITCHES[3]], ids=["both", "neither"])
 def test_four_ranks_share_two_key_value_heads(options: dict[str, Any]) -> None:
     check(4, by_turns([("ddp+tp4", name, options) for name in FAMILIES], 2, str(options)))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("strategy", ["ddp+tp2", "fsdp+tp2", "zero2+tp2"])
 def test_data_parallel_around_tensor_parallel(strategy: str) -> None:
     names = ("llama", "qwen3", "gpt2", "own") if strategy != "zero2+tp2" else ("own",)
