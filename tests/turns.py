@@ -33,7 +33,10 @@ def of_commit() -> str:
 
 
 def comes(index: int, of: int, name: str, turn: str) -> bool:
-    """Whether the ``index``-th of the cases called ``name`` is one of those of this ``turn``: one of ``of`` is."""
+    """Whether the ``index``-th of the cases called ``name`` is one of those of this ``turn``: one of ``of`` is.
+
+    Where cases are a product, the length of its last axis is to have no divisor in common with ``of``.
+    """
     return turn == ALL or (index + zlib.crc32(name.encode()) + int(turn)) % of == 0
 
 

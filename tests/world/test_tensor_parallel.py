@@ -173,7 +173,7 @@ def test_four_ranks_share_two_key_value_heads(options: dict[str, Any]) -> None:
 def test_data_parallel_around_tensor_parallel(strategy: str) -> None:
     names = ("llama", "qwen3", "gpt2", "own") if strategy != "zero2+tp2" else ("own",)
     variants = [{"grad_accum": 2, "recompute": "full", "loss_parallel": True}, {"sequence_parallel": False}]
-    check(4, by_turns([(strategy, name, options) for name in names for options in variants], 2, strategy))
+    check(4, by_turns([(strategy, name, options) for name in names for options in variants], 3, strategy))
 
 
 def test_hybrid_sharding_around_tensor_parallel() -> None:
