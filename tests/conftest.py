@@ -17,7 +17,7 @@ import pytest
 
 from shardwise import environment
 from shardwise.launch import fork_server
-from tests import kept
+from tests import kept, turns
 from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
@@ -39,14 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ledger(config), "ledger")
+    turns.choose(config)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases by turns: {turns.VARIABLE}={os.environ[turns.VARIABLE]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers take the files that last longest first, so that none is left alone with one at the end."""
+    turns.leave_out(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         recorded = {file: tests["all"] for file, tests in json.loads(DURATIONS.read_text()).items()}
         items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], 0.0))

@@ -42,6 +42,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.turns(6)
 def test_every_way_to_save_is_measured_in_every_round(found: tuple[Path, dict[str, Any], str]) -> None:
     folder, document, said = found
     assert [case["strategy"] for case in document["cases"]] == ["ddp", "fsdp"]

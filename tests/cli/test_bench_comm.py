@@ -100,6 +100,7 @@ def test_what_was_measured_elsewhere_is_refused(found: tuple[Path, dict[str, Any
     assert "was measured on GPUs, and the plan is for CPUs" in train.stderr
 
 
+@pytest.mark.turns(6)
 def test_ranks_of_torchrun_measure_themselves(tmp_path: Path) -> None:
     done = launched(*WORDS, "--strategy", "fsdp+tp2", "--json", "--output", str(tmp_path))
     document = json.loads(done.stdout.splitlines()[-1])

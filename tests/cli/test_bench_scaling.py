@@ -81,6 +81,7 @@ def test_rows_and_curves_follow_from_the_samples(found: tuple[Path, dict[str, An
     assert document["curves"][1]["points"][-1]["reason"].startswith("a global batch of 8 has no sample")
 
 
+@pytest.mark.turns(6)
 def test_worlds_of_torchrun_come_together_in_the_file(found: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     """A world of two adds its size to what was measured here; another question is refused before anything runs."""
     document = found[1]

@@ -30,6 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder / "out", json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.turns(6)
 def test_every_strategy_is_timed_turn_by_turn(found: tuple[Path, dict[str, Any], str]) -> None:
     folder, document, said = found
     assert [item["strategy"] for item in document["samples"]] == ["ddp+tp2", "ddp+pp2"]

@@ -101,9 +101,15 @@ def transformers_is_loaded(tmp_path_factory) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("keys", [LLAMA, GPT2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("size", ["60KB", "5GB"], ids=["sharded", "single"])
+@pytest.mark.parametrize(  # each pair of any two
+    ("size", "tied", "keys"),
+    [
+        pytest.param("60KB", True, LLAMA, id="sharded-tied-llama"),
+        pytest.param("60KB", False, GPT2, id="sharded-untied-gpt2"),
+        pytest.param("5GB", True, GPT2, id="single-tied-gpt2"),
+        pytest.param("5GB", False, LLAMA, id="single-untied-llama"),
+    ],
+)
 def test_there_and_back_the_logits_are_the_same_bits(tmp_path, capsys, keys, tied, size):
     folder = published(tmp_path / "hf", keys, tie_word_embeddings=tied, max_shard_size=size)
     there = converted(folder, tmp_path / "own", capsys, max_shard_size=size)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.cli import configs
 from tests.cli.test_readme import fits, masked, shortened
 from tests.commands import shardwise
@@ -58,6 +60,7 @@ os._exit(0)  # the interpreter's own end races with gloo's threads, in a loop of
 """
 
 
+@pytest.mark.turns(3)
 def test_the_sessions_of_the_page(tmp_path: Path) -> None:
     assert [command.split()[:2] for command, _ in SESSIONS] == [
         ["shardwise", "train"],
@@ -71,6 +74,7 @@ def test_the_sessions_of_the_page(tmp_path: Path) -> None:
         assert not wrong, f"{command}: {wrong}\n{found}"
 
 
+@pytest.mark.turns(6)
 def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
     """With fewer steps on a smaller base than the page's."""
     sessions = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", (configs.ROOT / "docs" / "lora.md").read_text())
@@ -84,6 +88,7 @@ def test_the_sessions_on_adapters(tmp_path: Path, small_base: Path) -> None:
         assert not wrong, f"{command}: {wrong}\n{found}"
 
 
+@pytest.mark.turns(6)
 def test_a_loop_of_ones_own_as_the_page_says(tmp_path: Path) -> None:
     save, load = SNIPPETS
     before = in_two_ranks(tmp_path, OLD_LOOP + save + SAY)

@@ -76,6 +76,7 @@ def test_a_limit_that_is_too_low_is_an_error(tmp_path: Path) -> None:
     assert "open files" in err and "1 error" in err
 
 
+@pytest.mark.turns(2)
 def test_an_interface_that_is_not_there(tmp_path: Path) -> None:
     """The setting is found by name; the ranks, who take it at its word, cannot talk, and are not called silent."""
     words = ["--nproc", "2", "--folder", str(tmp_path), "--json"]
@@ -97,6 +98,7 @@ def test_a_users_mistakes(tmp_path: Path) -> None:
     assert code == 2 and "--nproc 2: the launcher has started 1 rank already" in err
 
 
+@pytest.mark.turns(6)
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     words = ["--nproc", "2", "--folder", str(tmp_path), "--timeout", "6", "--json"]
     process = subprocess.Popen(
@@ -134,6 +136,7 @@ def one_rank(parent: int, rank: int) -> int:
     raise AssertionError("the rank was never started")
 
 
+@pytest.mark.turns(2)
 def test_under_torchrun(tmp_path: Path) -> None:
     code, out, err = run(LAUNCHED, "--folder", str(tmp_path), "--json")
     assert code == 0, err
@@ -142,6 +145,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert [check["name"] for check in document["checks"]].count("disk speed") == 1, "one rank looks at the host"
 
 
+@pytest.mark.turns(6)
 @pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 def test_two_hosts(tmp_path: Path) -> None:
     with netns.two_hosts(rate=None) as hosts:
@@ -155,6 +159,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert [check["name"] for check in document["checks"]].count("memory") == 2, "each host is looked at"
 
 
+@pytest.mark.turns(6)
 def test_the_other_host_never_comes(tmp_path: Path) -> None:
     """One torchrun of two: the ranks of this host answer, the other host's are named."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

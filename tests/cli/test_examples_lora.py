@@ -36,6 +36,7 @@ def before(small_base: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
     return float(still["heldout_bits_per_byte"])
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_an_example_learns(name: str, small_base: Path, before: float, tmp_path: Path) -> None:
     frozen = digest(small_base)

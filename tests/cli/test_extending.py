@@ -66,6 +66,7 @@ def test_the_added_optimizer_is_planned_on_the_added_gpu(extended):
     assert 0 < times[0] < times[1]
 
 
+@pytest.mark.turns(6)
 def test_the_added_optimizer_trains_on_two_ranks_and_the_receipts_agree(extended, tmp_path):
     config = (configs.ROOT / "examples" / "stdlib.toml").read_text()
     table = '[optimizer]\nname = "lion"\nlr = 3e-4\nkwargs = { cautious = true }\n'

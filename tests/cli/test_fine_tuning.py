@@ -28,6 +28,7 @@ def plain(text: str, names: dict[str, str]) -> list[str]:
     return [NUMBER.sub("#", line) for line in masked(text)]
 
 
+@pytest.mark.turns(6)
 def test_the_page_from_a_config_to_an_answer(
     small_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     assert configs.stop(process, signal.SIGINT) == 130
 
 
+@pytest.mark.turns(2)
 def test_an_interrupt_during_the_last_evaluation_loses_nothing(tmp_path: Path) -> None:
     changes = {"train": {"steps": 4, "eval_samples": 0, "global_batch": 2}, "checkpoint": {"every": 0}}
     config = configs.write_config(tmp_path, data={"path": "python:asyncio", "heldout_fraction": 0.9}, **changes)

@@ -42,6 +42,7 @@ def alone(folder: Path, **changes: dict[str, object]) -> Path:
     return folder
 
 
+@pytest.mark.turns(6)
 def test_torchrun_over_ssh_trains_as_one_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tools, folder = tmp_path / "bin", tmp_path / "two nodes"  # a folder that needs quotes
     tools.mkdir()
@@ -59,6 +60,7 @@ def test_torchrun_over_ssh_trains_as_one_machine_does(tmp_path: Path, monkeypatc
     assert hashes(folder) == hashes(other)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.timeout(600)
 def test_slurm_trains_and_is_queued_again_before_its_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

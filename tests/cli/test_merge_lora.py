@@ -179,6 +179,7 @@ def packed(tmp_path_factory) -> tuple[Path, torch.Tensor]:
     return folder, train_a_little(folder, CASES[6])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_merged_model_is_what_was_trained(tmp_path, capsys, case):
     trained = train_a_little(tmp_path, case)
@@ -495,6 +496,7 @@ for run in (lora, qlora):  # the one that needs more comes last
 """
 
 
+@pytest.mark.turns(6)
 def test_memory_is_a_few_of_the_largest_weights(tmp_path):
     """A base of 136 MiB whose largest weight has 16: blocks of rows, or what packing one weight takes."""
     side, layers = 2048, 4

@@ -188,6 +188,7 @@ for step in session.steps(ragged_batches(8)):
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["host", "other"])
 def test_a_loop_of_ones_own_ends_with_a_message_in_place_of_a_traceback(kind: str, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ def test_the_change_is_an_import_and_five_lines() -> None:
     assert "shardwise" not in PLAIN.read_text()
 
 
+@pytest.mark.turns(3)
 def test_in_one_process_it_computes_what_its_twin_computes() -> None:
     found = [_epochs(_run([str(path)])) for path in (PLAIN, OWN)]
     assert len(found[0]) == 6
@@ -38,6 +40,7 @@ def test_in_one_process_it_computes_what_its_twin_computes() -> None:
     assert all(abs(a - b) <= 2e-3 for a, b in zip(*found, strict=True)), found
 
 
+@pytest.mark.turns(3)
 def test_under_torchrun() -> None:
     text = _run(["-m", "torch.distributed.run", "--nproc-per-node", "2", str(OWN)])
     losses = _epochs(text)
@@ -92,6 +95,7 @@ def test_a_world_of_one_leaves_no_group_behind() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.turns(6)
 def test_the_complete_loop_of_the_page_and_its_second_run(tmp_path: Path) -> None:
     page = (configs.ROOT / "docs" / "own-loop.md").read_text()
     (first, expected), (second, after) = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", page)

@@ -61,6 +61,7 @@ def shortened(words: Sequence[str], base: Path, output: Path) -> list[str]:
     return [*words, f"model.weights={base}", *short]
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("command", "expected"), SESSIONS, ids=[command[:60] for command, _ in SESSIONS])
 def test_session(command: str, expected: str, tmp_path: Path, small_base: Path) -> None:
     words = [word.replace("runs/readme", str(tmp_path / "run")) for word in shlex.split(command)]

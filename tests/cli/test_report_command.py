@@ -45,6 +45,7 @@ def test_a_finished_run(tmp_path):
     assert "checked claims hold" in page and 'data-figure="parts"' in page and 'data-figure="scaling"' in page
 
 
+@pytest.mark.turns(2)
 def test_a_killed_run(tmp_path):
     process = start_train(write_config(tmp_path, train={"steps": 4000}))
     try:

@@ -53,6 +53,7 @@ def first(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.turns(6)
 def test_a_first_model(first: Path) -> None:
     found = sessions("first-model.md")
     assert [words[1] for words, _ in found] == ["plan", "train", "report", "checkpoint", "train"]
@@ -61,6 +62,7 @@ def test_a_first_model(first: Path) -> None:
         check(done.stdout + done.stderr, expected)
 
 
+@pytest.mark.turns(6)
 def test_many_ranks_under_torchrun(first: Path) -> None:
     (launched, printed), (alone, resumed) = sessions("many-ranks.md")
     assert launched[0] == "torchrun" and alone[0] == "shardwise"
@@ -89,6 +91,7 @@ def test_prices_of_ones_own(tmp_path: Path) -> None:
     assert read_prices(tmp_path / "prices.toml", gpu_names()).hour["A100-80GB"] == 1.1
 
 
+@pytest.mark.turns(6)
 def test_a_run_that_dies_and_goes_on(first: Path) -> None:
     (words, died), (again, resumed) = sessions("slow-or-dead-runs.md")
     assert words == again and words[:3] == ["shardwise", "train", "first.toml"]

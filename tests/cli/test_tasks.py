@@ -32,6 +32,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, shardwise("train", "digits.toml", cwd=folder).stdout
 
 
+@pytest.mark.turns(6)
 def test_digits_are_told_apart(digits: tuple[Path, str]) -> None:
     folder, said = digits
     summary = json.loads((folder / "runs" / "digits" / "summary.json").read_text())

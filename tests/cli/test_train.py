@@ -16,6 +16,7 @@ from shardwise.run.job import prepare_job
 from shardwise.run.rank_main import run_job
 from shardwise.train.config import read_config
 from tests.cli import configs
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 STRATEGIES = {"ddp": 4, "zero1": 2, "zero2": 4, "fsdp": 4, "hsdp": 4} | {
@@ -42,11 +43,13 @@ def train_here(folder: Path, strategy: str, world: int, **changes: dict[str, obj
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
+@pytest.mark.turns(1)
 def test_every_strategy_ends_at_the_same_loss(tmp_path: Path) -> None:
     """And starts at the same: the first loss, before any update, is that of the same weights."""
     found, first = {}, {}
     without_luck = {"model": {"kwargs": {"dropout": 0.0}}, "train": {"steps": 14}, "checkpoint": {"every": 0}}
-    for strategy, world in STRATEGIES.items():
+    for strategy in by_turns(list(STRATEGIES), 3, "strategies"):
+        world = STRATEGIES[strategy]
         summary = train_here(tmp_path / strategy, strategy, world, **without_luck)
         receipts = summary["receipts"]
         assert receipts["effects"]["ok"], receipts
@@ -91,6 +94,7 @@ def test_command_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "logs" / "rank-1.log").stat().st_mtime_ns == started, "no rank was started"
 
 
+@pytest.mark.turns(2)
 def test_a_killed_command_resumes_bit_identically(tmp_path: Path) -> None:
     """kill -9 of a rank and of the command itself; the losses and weights never notice.
 
@@ -124,6 +128,7 @@ def test_a_killed_command_resumes_bit_identically(tmp_path: Path) -> None:
     assert configs.hashes(broken / last) == configs.hashes(full / last)
 
 
+@pytest.mark.turns(2)
 def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     full, broken = tmp_path / "whole", tmp_path / "broken"
     full.mkdir()
@@ -148,6 +153,7 @@ def test_interrupt_saves_and_resumes(tmp_path: Path) -> None:
     assert configs.losses(broken) == configs.losses(full)
 
 
+@pytest.mark.turns(2)
 def test_under_torchrun(tmp_path: Path) -> None:
     """A second time there is nothing to do: it tells the same, and the first run's summary stays."""
     config = configs.write_config(tmp_path)
@@ -192,6 +198,7 @@ def test_epochs_end_with_a_partial_window(tmp_path: Path) -> None:
     assert summary["tokens"] == facts["parts"]["train"]["num_tokens"] - 1
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 def test_resume_on_four_ranks_is_bit_identical(tmp_path: Path, strategy: str) -> None:
     """From three ranks on the order of a sum matters, and DDP orders its buckets by the first backward it sees."""

@@ -29,6 +29,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("plain"), "ddp", 2)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), CUT)
 def test_the_loss_is_that_of_ddp(plain: dict[str, Any], tmp_path: Path, strategy: str, world: int) -> None:
     found = run(tmp_path, strategy, world)

@@ -24,6 +24,7 @@ HAS = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS, reason="DeepSpeed is not installed (pip install 'shardwise[deepspeed]')")
 
 
+@pytest.mark.turns(2)
 @needs_deepspeed
 def test_it_stands_at_the_loss_of_fsdp_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     losses, hashes = {}, {}

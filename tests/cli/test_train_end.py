@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from shardwise.launch.rank import lost_peer
 from tests.cli import configs
@@ -20,6 +21,7 @@ def test_a_local_launch_names_the_rank_and_the_command_that_resumes(tmp_path: Pa
     assert "Traceback" not in said
 
 
+@pytest.mark.turns(2)
 def test_a_worker_of_torchrun_ends_with_a_sentence_and_the_command(tmp_path: Path) -> None:
     config = configs.write_config(tmp_path, train={"steps": 4000}, parallel={"nproc": None}, checkpoint={"every": 3})
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -40,6 +40,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     return said
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(
     ("model", "way", "key"),
     [

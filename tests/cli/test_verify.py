@@ -187,6 +187,7 @@ def test_a_strategy_of_the_config_has_the_ranks_that_it_needs(strategy: str, wor
     assert world_for(strategy, (6,)) == 6
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize(("command", "expected"), SESSIONS, ids=[command[:60] for command, _ in SESSIONS])
 def test_the_sessions_of_the_page(command: str, expected: str, tmp_path: Path) -> None:
     words = shlex.split(command.replace("runs/stdlib", str(tmp_path / "run")))

@@ -29,9 +29,12 @@ from tests.faults.disk import (
     photograph,
     save,
 )
+from tests.turns import by_turns
 from tests.worlds import WorldError, run_world
 
 AT_ONCE = 2
+TURNS = 3
+"""Of the calls of a save, each change has so many a part: all calls have their turn under each way to fail."""
 
 
 @pytest.fixture
@@ -54,6 +57,7 @@ def killed_save(folder: str, nth: int, torn: bool, async_save: bool) -> None:
         save(Path(folder), 20, async_save=async_save)
 
 
+@pytest.mark.turns(1)
 def test_a_kill_at_every_call(earlier: Path) -> None:
     calls = calls_of_a_save(earlier)
     told = Counter(calls)
@@ -61,6 +65,7 @@ def test_a_kill_at_every_call(earlier: Path) -> None:
     assert told["unlink"] >= 2 and told["rmdir"] == 1 and told["open"] >= 3
     jobs = [(n, False, n % 3 == 0) for n in range(len(calls))]
     jobs += [(n, True, n % 2 == 0) for n, name in enumerate(calls) if name == "pwrite"]
+    jobs = by_turns(jobs, TURNS, "kills")
     context = multiprocessing.get_context("forkserver")
     outcomes: Counter[int] = Counter()
     for begin in range(0, len(jobs), AT_ONCE):
@@ -75,9 +80,10 @@ def test_a_kill_at_every_call(earlier: Path) -> None:
             assert process.exitcode == -signal.SIGKILL, folder
             outcomes[assert_survived(folder, {10, 20})] += 1
             assert_goes_on(folder)
-    assert outcomes[10] > outcomes[20] > 3
+    assert outcomes[10] > outcomes[20] >= 1
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_what_a_kill_would_leave_at_every_call(earlier: Path, async_save: bool) -> None:
     folder, album = shutil.copytree(earlier, earlier.with_name("run")), earlier.with_name("album")
@@ -86,7 +92,7 @@ def test_what_a_kill_would_leave_at_every_call(earlier: Path, async_save: bool) 
     photos = sorted(album.iterdir())
     assert len(photos) > 40
     steps = []
-    for photo in photos:
+    for photo in by_turns(photos, TURNS, f"photos {async_save}"):
         steps.append(assert_survived(photo, {10, 20}))
         assert_goes_on(photo)
     assert steps == sorted(steps), "once the new one counts it does so for good"
@@ -101,11 +107,13 @@ def photographed(root: str, async_save: bool) -> None:
         save(folder, 20, async_save=async_save)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_what_a_kill_of_two_ranks_would_leave(tmp_path: Path, async_save: bool) -> None:
     run_world(photographed, 2, str(tmp_path), async_save)
     photos = sorted((tmp_path / "album").iterdir())
     assert {photo.name[:6] for photo in photos} == {"rank-0", "rank-1"}
+    photos = by_turns(photos, TURNS, f"photos of two {async_save}")
     steps = {assert_survived(photo, {10, 20}) for photo in photos}
     assert steps == {10, 20}
     for photo in photos[::3]:
@@ -207,11 +215,12 @@ def save_with(folder: Path, nth: int | None, code: int, async_save: bool) -> Exc
     return str(told[0].message) if told else ""
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_an_error_at_every_call(earlier: Path, code: int) -> None:
     calls = calls_of_a_save(earlier)
     outcomes: Counter[str] = Counter()
-    for nth in range(len(calls)):
+    for nth in by_turns(range(len(calls)), TURNS, errno.errorcode[code]):
         folder = shutil.copytree(earlier, earlier.with_name(f"failed-{nth}"))
         error = save_with(folder, nth, code, async_save=nth % 2 == 0)
         if isinstance(error, str):  # the folder was there already, or the checkpoint before stays a while
@@ -229,7 +238,7 @@ def test_an_error_at_every_call(earlier: Path, code: int) -> None:
             save(folder, 20)
             assert names_in(folder) == ["latest", "step-00000020"]
             assert_good(folder, {20}, clean=True)
-    assert outcomes["warned"] >= 4 and outcomes["raised"] > 25
+    assert outcomes["warned"] >= 1 and outcomes["raised"] > 25 // TURNS
 
 
 def errors_of_two_ranks(root: str, async_save: bool) -> int:
@@ -238,7 +247,7 @@ def errors_of_two_ranks(root: str, async_save: bool) -> int:
     with every_call(no_act) as seen:
         save(Path(root) / "earlier", 20)
     for victim, number in enumerate(gather_counts(len(seen))):
-        for nth in range(number):
+        for nth in by_turns(range(number), TURNS, f"rank {victim} {async_save}"):
             folder = Path(root) / f"failed-{victim}-{nth}"
             save(folder, 10)
             dist.barrier()
@@ -257,7 +266,8 @@ def errors_of_two_ranks(root: str, async_save: bool) -> int:
     return failed
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 def test_an_error_at_every_call_of_two_ranks(tmp_path: Path, async_save: bool) -> None:
     one, other = run_world(errors_of_two_ranks, 2, str(tmp_path), async_save)
-    assert one == other > 30
+    assert one == other > 30 // TURNS

@@ -30,6 +30,7 @@ def test_all_answer(monkeypatch):
     assert {answer.host for answer in found.answers} == {socket.gethostname()}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_named(monkeypatch, rank):
     found = sabotaged(monkeypatch, f"{rank}:all_reduce:stop")
@@ -47,18 +48,21 @@ def test_a_rank_that_dies_is_named_and_how(monkeypatch):
     assert found.seconds < 50, "nobody waits for the dead until the time is up"
 
 
+@pytest.mark.turns(3)
 def test_a_rank_that_never_starts_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:import:stop", start_s=8)
     assert found.silent == (1,) and found.problem is not None
     assert "did not start: its process is stopped" in found.problem
 
 
+@pytest.mark.turns(3)
 def test_a_rank_that_hangs_is_named(monkeypatch):
     found = sabotaged(monkeypatch, "1:join:late")
     assert found.silent == (1,) and found.stage == "join"
     assert found.problem is not None and "makes no progress" in found.problem
 
 
+@pytest.mark.turns(3)
 def test_all_are_stopped(monkeypatch):
     found = sabotaged(monkeypatch, "0,1:all_reduce:stop")
     assert found.silent == (0, 1) and found.problem is not None

@@ -20,6 +20,7 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from tests.contract import ragged
 from tests.families import family
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 OPTIONS = AdapterOptions(rank=4, dropout=0.1)
@@ -66,9 +67,10 @@ def clean(cases: list[tuple[str, str, str]]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_alarm_when_all_is_right(world: int) -> None:
-    for alarms in run_world(clean, world, CLEAN, timeout_s=150):
+    for alarms in run_world(clean, world, by_turns(CLEAN, 2, f"{world} ranks"), timeout_s=150):
         assert not {case: lines for case, lines in alarms.items() if lines}
 
 

@@ -31,6 +31,7 @@ from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.families import VOCAB, family
+from tests.turns import by_turns
 from tests.worlds import run_each, run_world
 
 LENGTH = 16
@@ -96,9 +97,10 @@ def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def right(world: int) -> dict[str, Alarms]:
-    return {f"{case[0]} {case[1]} {case[3]}": run(*case) for case in RIGHT[world]}
+    return {f"{case[0]} {case[1]} {case[3]}": run(*case) for case in by_turns(RIGHT[world], 2, f"{world} ranks")}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.filterwarnings("ignore:.*returned a view tensor:UserWarning")
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_alarm_when_all_is_right(world: int) -> None:

@@ -40,6 +40,7 @@ def check_equal(nodes: Nodes, full: Path, steps: int) -> None:
     assert read_manifest(path).state["position"] == steps * BATCH
 
 
+@pytest.mark.turns(6)
 @pytest.mark.timeout(400)
 def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
     steps = 300

@@ -29,6 +29,7 @@ from shardwise.train.config import Config, read_config
 from shardwise.train.model import model_factory
 from tests.faults import fuzzing
 from tests.faults.fuzzing import NUMBERS, WORDS, answer, any_value, broken_bytes, changed_json, command
+from tests.turns import by_turns
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -214,6 +215,7 @@ def test_jobs_of_configs_that_are_accepted(here: Path) -> None:
     tried(range(3000, 3250), one, call)
 
 
+@pytest.mark.turns(1)
 def test_configurations_of_models(here: Path) -> None:
     file = here / "config.json"
 
@@ -221,7 +223,7 @@ def test_configurations_of_models(here: Path) -> None:
         file.write_bytes(data)
         return build_and_plan(file)
 
-    tried(range(4000, 4450), lambda rng: changed_json(rng, rng.choice(FAMILIES), KEYS), call)
+    tried(by_turns(range(4000, 4450), 4, "models"), lambda rng: changed_json(rng, rng.choice(FAMILIES), KEYS), call)
 
 
 def test_plan_files_clusters_prices_and_deepspeed(here: Path) -> None:
@@ -285,10 +287,11 @@ def plan_words(rng: random.Random, file: str) -> list[str]:
     return [*words, *rng.sample(["--compile", "--json", "--nonsense", "-o"], rng.choice([0, 0, 0, 1]))]
 
 
+@pytest.mark.turns(1)
 def test_questions_to_plan(here: Path) -> None:
     file = here / "asked.json"
     file.write_text(json.dumps(LLAMA))
-    tried(range(6000, 6200), lambda rng: plan_words(rng, str(file)), command)
+    tried(by_turns(range(6000, 6200), 3, "questions"), lambda rng: plan_words(rng, str(file)), command)
 
 
 def test_every_kind_of_mistake_is_found_by_the_fuzzer_itself() -> None:

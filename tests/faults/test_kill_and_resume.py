@@ -46,6 +46,7 @@ def test_fifty_resumes_are_bit_identical(
     are_bit_identical(tmp_path, uninterrupted, strategy, background, AIMED[mine :: 2 * len(STRATEGIES)])
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "background"), list(zip(STRATEGIES, (False, True) * 2, strict=True)))
 def test_every_resume_is_bit_identical(
     tmp_path: Path, uninterrupted: Callable[[Setting], tuple[Path, Whole]], strategy: str, background: bool
@@ -74,6 +75,7 @@ def are_bit_identical(
     assert sum(trial.done.values()) == len(kills)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("strategy", ["fsdp+tp2", "ddp+pp2"])
 def test_a_model_that_is_cut_resumes_bit_identically(tmp_path: Path, strategy: str) -> None:
     setting = Setting(strategy, 4, factory="tests.models:byte_attention", micro_batch=4, epochs=2)

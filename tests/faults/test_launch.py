@@ -152,6 +152,7 @@ def test_the_ranks_get_their_places_and_their_output_is_kept(script, tmp_path, m
     assert [f.name for f in (tmp_path / "logs").iterdir()] == ["rank-1.log"]
 
 
+@pytest.mark.turns(2)
 def test_a_rank_that_raises_is_blamed_though_its_victims_speak_first(script, tmp_path):
     path = script("""
         for peer in wire(int(sys.argv[1])):
@@ -230,6 +231,7 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_told_from_others(tm
     assert OomKills.now().group == 2, "version 1, seen from a container"
 
 
+@pytest.mark.turns(2)
 def test_a_rank_that_is_stopped_is_named_and_left_alone(script, monkeypatch, capfd):
     importlib.import_module("torch.distributed")  # what the launcher waits for before it looks at its ranks
     monkeypatch.setattr(local, "STILL_S", 0.6)
@@ -421,6 +423,7 @@ def test_ranks_end_when_their_parent_is_killed(script, tmp_path):
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_lets_the_ranks_save_and_leave(script, tmp_path, number):
     path = script("""
@@ -443,6 +446,7 @@ def test_an_interrupt_lets_the_ranks_save_and_leave(script, tmp_path, number):
     assert not list(tmp_path.glob("hurried*"))
 
 
+@pytest.mark.turns(3)
 def test_an_interrupt_that_one_rank_cannot_hear_does_not_wait_for_it(script, tmp_path):
     """Rank 1 has no handler yet, and rank 0 waits for it in native code."""
     path = script("""
@@ -535,6 +539,7 @@ GLOO = """
 """
 
 
+@pytest.mark.turns(2)
 def test_gloo_ranks_meet_at_the_parents_store(script, tmp_path, capfd):
     path = script(
         GLOO
@@ -554,6 +559,7 @@ def test_gloo_ranks_meet_at_the_parents_store(script, tmp_path, capfd):
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("how", ["raise", "raise", "kill"])
 def test_gloo_ranks_that_wait_in_a_collective_are_not_blamed(script, how):
     path = script(

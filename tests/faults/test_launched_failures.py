@@ -74,6 +74,7 @@ def test_a_bug_has_its_traceback_everywhere_and_comes_before_what_it_caused(tmp_
     assert times[0] < times[1]
 
 
+@pytest.mark.turns(3)
 def test_torchruns_summary_has_the_sentence(tmp_path: Path) -> None:
     """Rank 0 finds the mistake, and the other one only waits for it."""
     config = configs.write_config(tmp_path, data={"path": str(tmp_path / "nowhere")}, parallel={"nproc": None})

@@ -48,6 +48,7 @@ def is_the_full_run(folder: Path, full: Path) -> None:
     assert weights(folder) == weights(full)
 
 
+@pytest.mark.turns(2)
 def test_a_local_run_is_preempted_and_resumed(tmp_path: Path, full: Path) -> None:
     """By a signal to the command, to one rank alone, and to all processes at once, as Slurm sends it."""
     config = long_config(tmp_path)
@@ -79,6 +80,7 @@ def test_ctrl_c_stays_an_interrupt(tmp_path: Path) -> None:
     assert said.startswith("shardwise: stopped after step ") and not (tmp_path / "run" / "preempted").exists()
 
 
+@pytest.mark.turns(3)
 def test_under_torchrun_the_save_is_done_before_the_agent_ends(tmp_path: Path, full: Path) -> None:
     """The agent gets SIGTERM and forwards it; then one worker alone gets SIGUSR1."""
     config = long_config(tmp_path, nproc=None)
@@ -126,6 +128,7 @@ print("end", asked, flush=True)
 """
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("state", "second", "exit_code"),
     [("saving", signal.SIGTERM, 75), ("saved", signal.SIGTERM, 0), ("saving", signal.SIGINT, 0)],

@@ -216,6 +216,7 @@ def test_what_may_differ_is_not_compared() -> None:
     assert [one.code for one in run(ranks)] == [0, 0, 0]
 
 
+@pytest.mark.turns(3)
 def test_a_rank_that_never_comes_is_named_with_its_node() -> None:
     found = run(two_nodes(world=4, per_node=2)[:3])
     assert [one.code for one in found] == [2] * 3
@@ -233,6 +234,7 @@ def test_a_rank_that_is_there_twice_is_named() -> None:
     assert len({one.message for one in found}) == 1
 
 
+@pytest.mark.turns(3)
 def test_two_masters_wait_for_each_other_in_vain() -> None:
     ranks = two_nodes()
     ranks[1].env["MASTER_PORT"] = str(free_ports(1)[0])
@@ -245,6 +247,7 @@ def test_two_masters_wait_for_each_other_in_vain() -> None:
     assert "rank 1 finds nobody there within 3 s (Connection refused)" in other.message
 
 
+@pytest.mark.turns(3)
 def test_a_master_that_has_no_address() -> None:
     ranks = two_nodes({"env": {"MASTER_ADDR": "no-such-node.invalid"}})
     _, other = run(ranks)

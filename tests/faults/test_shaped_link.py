@@ -47,6 +47,7 @@ def of(document: dict[str, Any], collective: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(6)
 def test_bench_comm_finds_the_rate(tmp_path: Path) -> None:
     """1 Gbit/s, then a tenth of it on the same hosts; and plans for two nodes read what it found."""
     found: dict[str, float] = {}
@@ -66,6 +67,7 @@ def test_bench_comm_finds_the_rate(tmp_path: Path) -> None:
     assert 5 < found["1gbit"] / found["100mbit"] < 20
 
 
+@pytest.mark.turns(6)
 def test_bench_comm_finds_the_delay(tmp_path: Path) -> None:
     """One way, not there and back: what a busy machine adds is less than a second delay of this size."""
     delay_s = 0.05
@@ -93,6 +95,7 @@ def test_nothing_is_left_whatever_happens() -> None:
     assert left.wait(5) == -9
 
 
+@pytest.mark.turns(6)
 def test_ranks_that_hang_are_ended() -> None:
     with netns.two_hosts() as hosts:
         started = time.monotonic()
@@ -103,6 +106,7 @@ def test_ranks_that_hang_are_ended() -> None:
         assert [one.stdout for one in listed] == ["", ""]
 
 
+@pytest.mark.turns(6)
 def test_what_a_rank_says_and_how_it_ends_comes_back() -> None:
     script = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE']); sys.exit(int(os.environ['RANK']))"
     with netns.two_hosts() as hosts:

@@ -61,6 +61,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
 def test_the_rank_the_reason_and_the_line(tmp_path: Path, fault: Fault) -> None:
     kwargs = {"kind": fault.kind, "rank": fault.rank, "step": 6}
@@ -104,6 +105,7 @@ def test_a_run_is_the_same_without_it(tmp_path: Path) -> None:
     assert losses(tmp_path / "with") == losses(tmp_path / "without")  # to the last bit
 
 
+@pytest.mark.turns(6)
 def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

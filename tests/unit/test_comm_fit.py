@@ -98,6 +98,7 @@ def test_noise_widens_the_intervals() -> None:
     assert width(rough.bus_interval_bytes_per_s) > 5 * width(calm.bus_interval_bytes_per_s)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("rounds", [3, 5, 15])
 def test_intervals_hold_the_truth_in_most_cases(rounds: int) -> None:
     sizes, random = ladder(KIB, 64 * MIB), np.random.default_rng(rounds)

@@ -453,6 +453,7 @@ class TestConvert:
             run(source, tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
+    @pytest.mark.turns(2)
     @pytest.mark.parametrize("to", ["hf", "shardwise"])
     def test_a_full_disk_at_every_write_leaves_nothing(self, saved, tmp_path, monkeypatch, to):
         left = [math.inf]
@@ -556,6 +557,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.turns(6)
 def test_memory_is_a_few_blocks(tmp_path):
     """600 MiB in nine tensors, there, and back with a cast; read back, too."""
     total, large = 0, 64 << 20

@@ -210,6 +210,7 @@ def measured(request):
 
 
 class TestAgainstRanks:
+    @pytest.mark.turns(3)
     @pytest.mark.parametrize("variant", [*VARIANTS, "groups"])
     def test_zero1_shares_are_those_of_zero_redundancy_optimizer(self, measured, variant):
         spec = read_model(decoder(**VARIANTS.get(variant, {})))

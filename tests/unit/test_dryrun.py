@@ -101,6 +101,7 @@ def test_recompute_saves_activations_and_narrow_weights_are_buffers():
     assert dry_run(three_blocks, plan_of("ddp", 2)).categories["buffers"] == 0
 
 
+@pytest.mark.turns(3)
 def test_the_depth_is_extended_to_the_byte():
     source = functools.partial(Decoder, num_blocks=8)
     plan = plan_of("fsdp", 4, precision="bf16", grad_accum=2)
@@ -149,6 +150,7 @@ def test_what_cannot_be_rehearsed_is_said():
         ModelSource(config={"model_type": "llamma"}).builder()
 
 
+@pytest.mark.turns(3)
 def test_tensor_parallel_is_rehearsed_as_one_rank_of_its_group():
     """A half of every cut weight, and the collectives of the tensor-parallel axis beside those of the data's."""
     keys = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -169,6 +171,7 @@ def test_a_hugging_face_config_is_a_source():
     assert [p.name for p in found.estimate_phases()] == ["load", "forward", "backward", "optimizer", "first_step"]
 
 
+@pytest.mark.turns(3)
 def test_the_caller_gets_no_process_group():
     code = (
         "import sys; from shardwise.dryrun.dry_run import ModelSource, dry_run; from shardwise.plan.plan import Plan;"

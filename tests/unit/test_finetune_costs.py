@@ -251,6 +251,7 @@ class TestAdvice:
         assert "COMMAND {'--strategy': 'ddp+qlora'}" in qlora
         assert not any("ddp+lora" in line for line in lines if "another training" not in line)
 
+    @pytest.mark.turns(3)
     def test_seventy_billion_on_two_cards(self):
         cards = parse_cluster("2xRTX3090").model_copy(update={"host_memory_bytes": 128 * GIB})
         lines = self.lines("llama-3.1-70b", cards, 2)

@@ -52,6 +52,7 @@ def problems(plan: Plan, optimizer: str) -> list[str]:
     return found
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_pinned_strategy_runs_or_says_why_not(optimizer: str) -> None:
     cluster, refused = parse_cluster("2x4xA100-80GB"), 0

@@ -503,6 +503,7 @@ class TestHostMemory:
 class TestPruning:
     """What the guess leaves out is not better, by the package's own costs, than what the search finds."""
 
+    @pytest.mark.turns(2)
     @pytest.mark.parametrize(
         ("name", "text", "length", "batch", "strategy"),
         [

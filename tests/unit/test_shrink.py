@@ -45,6 +45,7 @@ def runs(factory: Callable[[], nn.Module], shrunk: Shrunk) -> nn.Module:
     return module
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

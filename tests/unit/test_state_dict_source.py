@@ -375,6 +375,7 @@ def lightning(tmp_path_factory):
     return folder
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", ["trainer.ckpt", "weights.ckpt", "kept"])
 def test_lightning_checkpoints(lightning, name):
     path = lightning / name if name != "kept" else next((lightning / name).iterdir())

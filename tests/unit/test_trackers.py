@@ -162,6 +162,7 @@ def track(folder: Path, name: str, done: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(3)
 def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     track(tmp_path, "tensorboard", 0)
     track(tmp_path, "tensorboard", 2)
@@ -176,6 +177,7 @@ def test_tensorboard_hides_what_a_resumed_run_does_again(tmp_path):
     assert "findings/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.turns(3)
 def test_trackio_goes_on_with_the_run(tmp_path):
     track(tmp_path, "trackio", 0)
     track(tmp_path, "trackio", 3)
@@ -188,6 +190,7 @@ def test_trackio_goes_on_with_the_run(tmp_path):
     assert losses == pytest.approx({step: 1 / step for step in range(1, 7)})
 
 
+@pytest.mark.turns(3)
 def test_wandb_is_offline_and_goes_on_under_the_same_number(tmp_path):
     assert "offline" in track(tmp_path, "wandb", 0)["said"][0]
     track(tmp_path, "wandb", 3)

@@ -39,6 +39,7 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", [*WITH_OPTIMIZER, "ddp", "plain", "plain-bin", "compiled"])
 def test_everything_that_has_a_name_is_read_as_it_was_saved(folders, name):
     expected = expected_of(folders, name)

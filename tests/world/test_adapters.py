@@ -98,6 +98,7 @@ MORE = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", [*LORA, *MORE], ids=str)
 def test_lora_has_the_gradient_of_one_process(case: Case) -> None:
     for error, name, gradients, _ in run_world(train, case.world, case):
@@ -113,6 +114,7 @@ QLORA += [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("case", QLORA, ids=str)
 def test_qlora_has_the_gradient_of_one_process(case: Case) -> None:
     found = run_world(train, case.world, case)

@@ -126,6 +126,7 @@ def loaded(strategy: str, folder: str) -> tuple[int, int]:
     return peak - before, here
 
 
+@pytest.mark.turns(6)
 def test_a_base_is_packed_block_by_block_while_it_is_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -18,6 +18,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, Case, Watch, ragged, reference
 from tests.families import VOCAB, family
 from tests.models import ByteAttention
+from tests.turns import by_turns
 from tests.world.test_adapters import _cleaned, _with_values
 from tests.worlds import run_world
 
@@ -114,9 +115,11 @@ def _cases(world: int, precision: str) -> list[Case]:
     return found
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp16")])
 def test_narrow_gradients_are_those_of_one_process(world: int, precision: str) -> None:
-    for row in zip(*run_world(gradients, world, _cases(world, precision), timeout_s=240), strict=True):
+    cases = by_turns(_cases(world, precision), 3, f"{world} {precision}")
+    for row in zip(*run_world(gradients, world, cases, timeout_s=240), strict=True):
         for case, error, alarms, dtypes in row:
             assert error < LIMIT[precision], f"{case}: {error:.3f}"
             assert dtypes == {"torch.float32"}, case
@@ -209,6 +212,7 @@ def on_one(precision: str) -> tuple[list[float], list[float]]:
     return curve("ddp+qlora", precision, 2), by_hand(precision)
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_curve_of_sharded_qlora_is_that_of_peft_and_bitsandbytes_alone(precision: str) -> None:
     """In fp32 they differ by 4e-7; in bf16, where FSDP2 narrows what autocast leaves wide, by 1.3e-3 of 3 to 4."""

@@ -41,6 +41,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return tensors
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("strategy", "world", "words"),
     [
@@ -63,6 +64,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, strategy: str, world: i
     assert full == parts
 
 
+@pytest.mark.turns(3)
 def test_a_run_goes_on_under_any_plan_and_saves_adapters_only(tmp_path: Path) -> None:
     words = ("model.kwargs.dropout=0.0", "train.steps=6")
     run(tmp_path / "whole", "ddp+lora", 1, *words)
@@ -83,6 +85,7 @@ def test_a_run_goes_on_under_any_plan_and_saves_adapters_only(tmp_path: Path) ->
     assert elements == 3 * expected + number  # and two moments, and the step of each
 
 
+@pytest.mark.turns(3)
 def test_another_base_or_another_adapter_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_model
 

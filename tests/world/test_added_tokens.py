@@ -137,6 +137,7 @@ def test_any_part_of_a_resized_tensor(tmp_path: Path) -> None:
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "ddp+tp2", "fsdp+tp2", "ddp+pp2")
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_strategy_begins_with_the_same_rows(tmp_path: Path, tied: bool) -> None:
     folder = base(tmp_path / "base", tied=tied)

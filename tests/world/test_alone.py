@@ -88,6 +88,7 @@ def in_a_step(strategy: str, forwards: Forwards) -> None:
     trained(strategy, forwards)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("forwards", "strategy", "world", "where"),
     [

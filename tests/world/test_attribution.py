@@ -26,6 +26,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
 from tests.families import family
+from tests.turns import by_turns
 from tests.worlds import WorldError, run_world
 
 STEPS = 9
@@ -155,7 +156,7 @@ def timing_of(case: Case) -> Timing:
     return Timing(**(found[case] if case in found else run_world(run, case.world, case)[0]))
 
 
-CASES = [
+ALL_CASES = [
     Case("ddp", 1),
     Case("ddp"),
     Case("ddp", accum=3, recompute="full"),
@@ -170,11 +171,16 @@ CASES = [
     Case("ddp+pp2", accum=4),
     Case("fsdp+pp2", 4, accum=4, schedule="interleaved-1f1b"),
 ]
+CASES = by_turns(ALL_CASES, 2, "parts")  # chosen here: what a strategy's cases are measured in is one world
 PLACES = ("data", "forward", "backward", "other")
-ALL_LATE = [Case(strategy, sleep_in=where) for strategy in ("ddp", "fsdp", "ddp+tp2") for where in PLACES]
-ONE_LATE = [
-    Case(strategy, sleep_in=where, sleeper=1) for strategy in ("ddp", "fsdp", "zero1", "ddp+tp2") for where in PLACES
-]
+ALL_LATE = by_turns(
+    [Case(strategy, sleep_in=where) for strategy in ("ddp", "fsdp", "ddp+tp2") for where in PLACES], 4, "all late"
+)
+ONE_LATE = by_turns(
+    [Case(strategy, sleep_in=where, sleeper=1) for strategy in ("ddp", "fsdp", "zero1", "ddp+tp2") for where in PLACES],
+    4,
+    "one late",
+)
 SLEEPING = [*ALL_LATE, *ONE_LATE]
 UNASKED = {
     Case("fsdp", sleep_in="wait_for_unshard"): "exposed_dp",
@@ -194,6 +200,7 @@ def name_of(case: Case) -> str:
     return f"{case.strategy}-{case.sleep_in}-{case.world}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.recompute}-{case.accum}")
 def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     timing = timing_of(case)
@@ -219,6 +226,7 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
     assert len(timing.ranks) == case.world and set(timing.ranks[0]) == {*PHASES, *BETWEEN}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ALL_LATE, ids=name_of)
 def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
     timing = timing_of(case)
@@ -227,6 +235,7 @@ def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
     assert timing.seconds("slowest_rank") < SLEEP / 2
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ONE_LATE, ids=name_of)
 def test_what_one_rank_does_is_waited_for_by_the_others(case: Case):
     timing = timing_of(case)
@@ -269,6 +278,7 @@ def test_reductions_before_the_last_micro_batch_are_counted(strategy: str):
     assert timing_of(Case(strategy, accum=3)).early_reduces == 0
 
 
+@pytest.mark.turns(3)
 def test_what_the_compiler_hides_is_unknown_and_not_zero():
     timing = timing_of(Case("ddp+tp2", compile=True))
     assert timing.parts["exposed_tp"] is None and "compiled" in timing.unmeasured["exposed_tp"]

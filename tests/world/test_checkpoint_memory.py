@@ -147,6 +147,7 @@ def across_measured(root: str) -> int:
     return extra
 
 
+@pytest.mark.turns(6)
 def test_the_measure_sees_a_copy_of_the_state() -> None:
     tensors = [torch.ones(4 * MIB // 4) for _ in range(64)]
     assert abs(extra_of(lambda: [tensor.clone() for tensor in tensors]) - 256 * MIB) < 16 * MIB
@@ -154,6 +155,7 @@ def test_the_measure_sees_a_copy_of_the_state() -> None:
     assert STATE > LIMIT, "whoever copied all of the state would be seen"
 
 
+@pytest.mark.turns(6)
 def test_saving_and_loading_hold_no_second_copy(tmp_path: Path) -> None:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the kernel cannot begin the peak of a process anew")

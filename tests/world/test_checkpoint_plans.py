@@ -31,6 +31,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.cli.test_checkpoint_command import answer
 from tests.contract import both_here, decided_once, here
 from tests.families import VOCAB, configuration, family
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 Run = tuple[dict[int, float], dict[str, torch.Tensor]]  # the loss of each step, and all tensors at the end
@@ -211,20 +212,29 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 PLANS = [  # family, and its plans by the number of ranks; transformers is slow to load, so most is done with "own"
-    pytest.param("llama", {1: ["ddp"], 2: ["ddp+pp2"], 4: ["fsdp+tp2"]}, id="llama"),
+    pytest.param("llama", {1: ["ddp"], 2: ["ddp+pp2"], 4: ["fsdp+tp2"]}, id="llama", marks=pytest.mark.turns(2)),
     # a fused projection; tied ends on two stages, on two ranks or (zbv) on one
-    pytest.param("gpt2", {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2", "ddp+pp2 zbv"]}, id="gpt2"),
-    pytest.param("own", {1: ["fsdp"], 2: ["ddp+cp2", "zero1+cp2", "ddp+pp2 interleaved-1f1b"]}, id="own-two-ranks"),
+    pytest.param("gpt2", {1: ["ddp"], 2: ["ddp+tp2", "ddp+pp2", "ddp+pp2 zbv"]}, id="gpt2", marks=pytest.mark.turns(2)),
     pytest.param(
-        "own", {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp", "ddp+tp2+pp2"]}, id="own-four-ranks"
+        "own",
+        {1: ["fsdp"], 2: ["ddp+cp2", "zero1+cp2", "ddp+pp2 interleaved-1f1b"]},
+        id="own-two-ranks",
+        marks=pytest.mark.turns(1),
     ),
-    pytest.param("own", {1: ["zero2"], 8: ["fsdp+tp2+pp2"]}, id="own-eight-ranks"),
+    pytest.param(
+        "own",
+        {1: ["ddp"], 4: ["ddp+tp2", "fsdp+pp2", "fsdp+cp2", "fsdp", "ddp+tp2+pp2"]},
+        id="own-four-ranks",
+        marks=pytest.mark.turns(1),
+    ),
+    pytest.param("own", {1: ["zero2"], 8: ["fsdp+tp2+pp2"]}, id="own-eight-ranks", marks=pytest.mark.turns(2)),
     pytest.param("own", {1: ["zero2"], 8: ["hsdp+tp2"]}, id="own-eight-ranks-copies", marks=pytest.mark.soak),
 ]
 
 
 @pytest.mark.parametrize(("name", "plans"), PLANS)
 def test_any_plan_into_any_other(tmp_path: Path, name: str, plans: dict[int, list[str]]) -> None:
+    plans = {world: strategies[:1] + by_turns(strategies[1:], 2, name) for world, strategies in plans.items()}
     losses: list[float] = []
     for world, strategies in list(plans.items())[:-1]:
         run_world(save_each, world, str(tmp_path), name, strategies, timeout_s=LIMIT_S)
@@ -281,13 +291,15 @@ def stopped_and_whole(root: str, strategies: list[str]) -> None:
         assert not wrong, f"{strategy}: {wrong[:5]}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("world", "strategies"), [(2, ["ddp+cp2", "ddp+tp2", "ddp+pp2"]), (4, ["fsdp+tp2", "fsdp+pp2"])]
 )
 def test_a_loop_of_ones_own_goes_on_bit_identically(tmp_path: Path, world: int, strategies: list[str]) -> None:
-    run_world(stopped_and_whole, world, str(tmp_path), strategies)
+    run_world(stopped_and_whole, world, str(tmp_path), by_turns(strategies, len(strategies), f"{world} ranks"))
 
 
+@pytest.mark.turns(2)
 def test_a_loop_of_ones_own_goes_on_under_another_plan(tmp_path: Path) -> None:
     full = run_world(loop, 1, str(tmp_path / "whole"), "ddp", None)[0][0]
     assert sorted(full) == [1, 2, 3, 4, 5, 6]
@@ -311,6 +323,7 @@ def save_for_others(root: str, strategies: list[str]) -> None:
             saver.save(20, **saved, model_facts=facts)
 
 
+@pytest.mark.turns(2)
 def test_the_commands_know_nothing_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_world(save_for_others, 2, str(tmp_path), ["ddp+pp2", "ddp+tp2"], timeout_s=LIMIT_S)
     with pytest.MonkeyPatch.context() as patch:

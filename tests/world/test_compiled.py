@@ -48,12 +48,14 @@ def right(outcome: Outcome, case: Case) -> None:
         assert outcome.exchanged[:2] == [LAYERS * case.accum, LAYERS * (case.accum - 1)]  # a full window, and a part
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "case"), CASES, ids=lambda value: str(getattr(value, "strategy", value)))
 def test_compiled_blocks_have_the_gradient_of_one_process(world: int, case: Case) -> None:
     for outcome in run_world(without_kernels, world, case):
         right(outcome, case)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("world", "case"),
     [CHEAPEST, *(pytest.param(*each, marks=pytest.mark.soak) for each in CASES)],
@@ -64,6 +66,7 @@ def test_so_have_blocks_with_kernels_of_inductor(world: int, case: Case) -> None
         right(outcome, case)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp", "hsdp+cp2"])
 def test_weights_gathered_ahead_give_the_same_gradient(strategy: str) -> None:
     world = 4 if "hsdp" in strategy else 2

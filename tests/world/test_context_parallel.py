@@ -35,6 +35,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LENGTH, LIMIT, Still, Watch, decided_once, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, configuration, family
 from tests.kept import kept
+from tests.turns import by_turns
 from tests.worlds import run_each, run_world
 
 LAYERS = 3
@@ -174,9 +175,11 @@ CASES: dict[str, tuple[int, list[Case]]] = {
 }
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradient_is_that_of_one_process(world: int) -> None:
     cases = [case for ranks, some in CASES.values() for case in some if ranks == world]
+    cases = by_turns(cases, 3 if world == 2 else 2, f"{world} ranks")
     wrong = []
     for case, outcomes in zip(cases, run_each(train, world, [(case,) for case in cases], timeout_s=300), strict=True):
         dp = case.plan(world).dims.dp
@@ -220,6 +223,7 @@ def held_out(strategy: str, model: str) -> float | None:
     return bits
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "model"), [("ddp+cp2", "gpt2"), ("fsdp+cp2", "llama")])
 def test_evaluation_is_that_of_one_process(strategy: str, model: str) -> None:
     inputs, labels = Corpus().batch(np.arange(7))

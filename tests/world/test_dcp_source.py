@@ -68,6 +68,7 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous() and torch.equal(a, b)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "layout", "form"), LAYOUTS, ids=lambda value: str(value).replace(" ", "-"))
 def test_everything_is_read_as_it_was_saved(world, layout, form, truth, tmp_path):
     expected = run_world(write_dcp.save, world, str(tmp_path), layout, form)[0]

@@ -139,6 +139,7 @@ def stepped(model: nn.Module, window: list[Any]) -> tuple[Weights, Weights, floa
     return raw, clipped, norm.item(), loss.item()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_gradient_and_the_update_are_those_of_one_process(world: int) -> None:
     stages = STAGES if world == 2 else STAGES[2:] if world == 3 else STAGES[:1]
@@ -222,6 +223,7 @@ def full(session: Any) -> Weights:
     return {clean_name(n): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("saving", ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3+offload", "fsdp"])
 def test_a_checkpoint_goes_on_bit_for_bit_and_under_any_other_strategy(saving: str, tmp_path: Path) -> None:
     others = {"fsdp": [*STAGES, "deepspeed-zero2+offload"]}.get(saving, [saving, "fsdp"])
@@ -229,6 +231,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_any_other_strategy(saving: s
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.turns(3)
 def test_under_bf16_the_fp32_weights_are_what_is_saved(tmp_path: Path) -> None:
     import json
 
@@ -262,6 +265,7 @@ def other_world(folder: str, strategy: str, save: bool) -> Weights:
     return found
 
 
+@pytest.mark.turns(3)
 def test_another_number_of_ranks_has_the_same_weights_and_states(tmp_path: Path) -> None:
     saved = run_world(other_world, 2, str(tmp_path), "deepspeed-zero3", True)[0]
     for world, strategy in ((3, "deepspeed-zero3"), (1, "deepspeed-zero2")):
@@ -309,6 +313,7 @@ def states_by_hash(folder: str) -> tuple[list[str], list[str]]:
     return list({"exp_avg", "exp_avg_sq"}), wrong
 
 
+@pytest.mark.turns(3)
 def test_states_are_gathered_alike_by_ranks_that_order_sets_differently(tmp_path: Path) -> None:
     """Strings hash differently in each process, so a set has its own order on each rank, as under any launcher."""
     code = "import sys; from tests.worlds import _rank_main; from tests.world import test_deepspeed_engine as here; "
@@ -353,6 +358,7 @@ def left_in_the_middle(strategy: str) -> float:
     return furthest(keeping.raw, one_process(batches[:4])[0])
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["deepspeed-zero2+offload", "deepspeed-zero3"])
 def test_an_abandoned_step_leaves_nothing_behind(strategy: str) -> None:
     assert max(run_world(left_in_the_middle, 2, strategy)) < LIMIT

@@ -172,6 +172,7 @@ def trained(cases: list[tuple[str, str, int, str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.turns(3)
 def test_what_a_step_does_not_use_does_not_move() -> None:
     kinds = ("sgd", "momentum", "adamw")
     cases = [(s, p, 1 + (i + j) % 2, kinds[(i + j) % 3]) for i, s in enumerate(WHOLE) for j, p in enumerate(PATTERNS)]
@@ -194,6 +195,7 @@ def apart(strategy: str, pattern: str, patience_s: float) -> None:
         step.update(optimizer)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "strategy, pattern, said",
     [
@@ -241,6 +243,7 @@ def resumed(folder: str, saving: str, loading: list[str], kind: str) -> list[str
     return [f"{what} {kind}: off by {error}" for what, error in found.items() if not error[0] < LIMIT]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     "saving, loading, kind",
     [
@@ -388,6 +391,7 @@ def one_step(scene: Scene, model: nn.Module, optimizer: torch.optim.Optimizer, w
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.turns(3)
 def test_a_loop_of_ones_own_is_that_of_one_process() -> None:
     cases = [(s, scene, "momentum", 2) for i, s in enumerate(WHOLE) for scene in list(SCENES)[i % 2 :: 2]]
     cases += [(s, scene, "adamw", 2) for i, s in enumerate(CUT) for scene in list(SCENES)[i::2] if scene != "Reset"]
@@ -463,6 +467,7 @@ def narrow(strategies: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.turns(3)
 def test_in_bf16_what_is_not_used_does_not_move() -> None:
     for wrong in run_world(narrow, 2, ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero1+offload", *CUT]):
         assert not wrong, "\n".join(wrong)

@@ -198,6 +198,7 @@ def fused(params: Any) -> Optimizer:
 RIGHT: list[Make] = [fused, own.Lion, Clamping, optim.Rprop, optim.Adamax, optim.ASGD]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2])
 def test_optimizers_that_need_whole_parameters_are_refused(world: int) -> None:
     """On one rank nothing is cut, but all is one row: a number from all parameters is right there."""
@@ -223,6 +224,7 @@ def test_what_lies_oddly_in_memory_is_right_and_what_cannot_be_right_is_refused(
             assert re.search(f"^ModelError: .*{words}", text), text
 
 
+@pytest.mark.turns(3)
 def test_a_gradient_that_the_loss_asks_for_is_no_micro_batch() -> None:
     """DeepSpeed would count it as one, and divide it; under ZeRO-3 the second backward would find no weights."""
     losses = (with_penalty, with_parameters, weighed, looked_at)
@@ -287,6 +289,7 @@ def later(cases: list[Any]) -> list[tuple[str, int, bool]]:
     return [late(*case) for case in cases]
 
 
+@pytest.mark.turns(3)
 def test_hooks_registered_after_prepare_are_refused_on_all_ranks_before_an_update() -> None:
     early = {"optimizer_in_backward": True}
     cases: list[Any] = [(s, kind, at, {}) for at, s in enumerate(STAGES, 1) for kind in ("before", "after")]

@@ -80,6 +80,7 @@ def full(source, name):
     return source.read(name, source.tensors[name].full)
 
 
+@pytest.mark.turns(6)
 @pytest.mark.parametrize("name", [case.name for case in CASES])
 def test_every_tensor_is_what_the_ranks_held(written, name):
     case = case_named(name)

@@ -39,6 +39,7 @@ def kinds(of: Result, level: str = "alarm") -> list[str]:
     return [finding.kind for finding in of.findings if finding.level == level]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_delay_of_all_loaders_is_the_loaders(tmp_path: Path, world: int) -> None:
     found = result(tmp_path, name="data", cause="data", seconds=0.08, expected="data-loader", world=world)
@@ -48,6 +49,7 @@ def test_a_delay_of_all_loaders_is_the_loaders(tmp_path: Path, world: int) -> No
     assert "straggler" not in kinds(found)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("cause", ["forward on one rank", "code on one rank", "data on one rank"])
 def test_a_delay_of_one_rank_is_that_ranks(tmp_path: Path, cause: str) -> None:
     found = result(tmp_path, name="late", cause=cause, seconds=0.15, expected="straggler")
@@ -87,6 +89,7 @@ def test_ranks_that_share_a_core_have_too_few(tmp_path: Path) -> None:
     assert "2 ranks on 1" in crowded.text
 
 
+@pytest.mark.turns(6)
 def test_a_link_that_is_shaped_is_slow(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

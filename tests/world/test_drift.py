@@ -128,6 +128,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[int,
     return run_world(stateful, 2, str(tmp_path_factory.mktemp("drift")))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_buffers_that_drift_are_warned_about_once(found: list[Any], strategy: str) -> None:
     for kind, name in (("codebook", "codebook"), ("count", "seen")):
@@ -172,6 +173,7 @@ def cut() -> dict[str, tuple[int, list[str], str]]:
     return found
 
 
+@pytest.mark.turns(3)
 def test_replicas_beside_shards() -> None:
     for rank in run_world(cut, 4):
         for key, (checks, said, error) in rank.items():

@@ -34,6 +34,7 @@ Leg = tuple[str, int, int | None]
 Steps = dict[int, list[int]]  # step to the ids of its samples, in the order of the stream
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("legs", "data", "micro_batch"),
     [
@@ -70,6 +71,7 @@ def test_the_same_samples_and_losses(
     assert not far, far
 
 
+@pytest.mark.turns(2)
 def test_a_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> None:
     """4 → 2 → 1 ranks: each source goes on at its own place, and has its share."""
     notes, texts = write_texts(tmp_path / "notes"), write_texts(tmp_path / "texts")
@@ -88,6 +90,7 @@ def test_a_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> No
     assert len(ids) == 24 * GLOBAL_BATCH and abs(share - 0.75) < 3 * (0.75 * 0.25 / len(ids)) ** 0.5
 
 
+@pytest.mark.turns(2)
 def test_a_killed_mixture_fetches_the_same_samples_of_each_source(tmp_path: Path) -> None:
     """SIGKILL at a step drawn at random, 4 → 2 → 3 ranks: steps since the checkpoint are fetched again, the same."""
     notes, texts = write_texts(tmp_path / "notes"), write_texts(tmp_path / "texts", 6)

@@ -93,6 +93,7 @@ def lines_of(strategy: str, model: str, options: dict[str, Any]) -> dict[str, tu
     return {line.name: (line.planned, line.found, line.ok) for line in probe.receipt.lines}
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("world", "strategy", "model", "options"),
     [

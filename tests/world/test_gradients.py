@@ -148,6 +148,7 @@ def shards_of_gradients(strategy: str, world: int) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), [("zero2", 2), ("fsdp", 2), ("hsdp", 4), ("fsdp+offload", 2)])
 def test_gradients_may_be_reduced_after_every_micro_batch(strategy: str, world: int) -> None:
     for errors in run_world(shards_of_gradients, world, strategy, world):
@@ -170,6 +171,7 @@ def errors_of(strategy: str, world: int) -> dict[str, float]:
     return {f"{accum} {variant}": train(strategy, world, accum, variant) for accum, variant in cases(strategy, world)}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradient_is_that_of_one_process(strategy: str, world: int) -> None:

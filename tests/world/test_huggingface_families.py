@@ -11,6 +11,7 @@ import torch
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
+from tests.turns import by_turns
 from tests.world.zoo.families import FAMILIES, family
 from tests.world.zoo.families_table import AXES, GOOD, batches, quiet, table
 from tests.worlds import run_world
@@ -34,12 +35,12 @@ def check(found: dict[str, dict[str, Any]]) -> None:
                 assert any(layer in cell.sentence for layer in layers) or OF_THE_WHOLE.search(cell.sentence), cell
 
 
+@pytest.mark.turns(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_family_is_right_or_refused(chunk: int) -> None:
-    """Two axes of each family, by turns; `make soak` has all four."""
-    names = list(FAMILIES)[chunk::CHUNKS]
-    check(table(names, tuple(AXES)[:2] if chunk % 2 else tuple(AXES)[2:]))
+    """fsdp and another axis of half of the families, by turns; `make soak` has all four of all."""
+    check(table(list(FAMILIES)[chunk::CHUNKS], by_turns(tuple(AXES), 3, f"chunk {chunk}")))
 
 
 @pytest.mark.soak

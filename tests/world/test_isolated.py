@@ -25,6 +25,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LIMIT, Still, Watch, decided_once, gradients_here, reference, worst
 from tests.families import VOCAB, family
 from tests.kept import kept
+from tests.turns import by_turns
 from tests.worlds import run_each
 
 SEQ_LEN, MICRO_BATCH, SEPARATOR = 24, 2, VOCAB - 1
@@ -136,9 +137,11 @@ def and_back(*case: Any) -> Found:
         IsolatedSamples.batch, masks.find_packed_sequence_indices = keep  # type: ignore[method-assign]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradient_is_that_of_the_documents_one_by_one(world: int) -> None:
     cases = [(strategy, model, world) for strategy, models in STRATEGIES[world].items() for model in models]
+    cases = by_turns(cases, 2, f"{world} ranks")
     for case, ranks in zip(cases, run_each(train, world, cases, timeout_s=240), strict=True):
         for found in ranks:
             assert found.error <= LIMIT, (case, found)

@@ -139,6 +139,7 @@ def reference(make: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return full(model)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [2, 4])
 def test_adafactor_is_that_of_one_process_in_float64(world: int) -> None:
     expected = reference(lambda ps: torch.optim.Adafactor(ps, lr=1e-2, weight_decay=0.1), torch.float64)
@@ -148,6 +149,7 @@ def test_adafactor_is_that_of_one_process_in_float64(world: int) -> None:
                 assert (value - expected[name]).abs().max() < 1e-13, (strategy, name)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_adamw8bit_is_bitsandbytes_bit_for_bit_where_parts_begin_at_blocks(world: int) -> None:
     import bitsandbytes
@@ -212,6 +214,7 @@ def all_trained() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loop_comes_to_the_same_weights_in_the_backward_and_after_it_and_receipts_are_true(world: int) -> None:
     for found in run_world(all_trained, world):
@@ -305,6 +308,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 PLACES = (("one", 1), ("zero1", 2), ("hsdp", 4), ("fsdp", 3))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), PLACES)
 @pytest.mark.parametrize("kind", ["adamw8bit", "adafactor"])
 def test_the_same_plan_goes_on_bit_for_bit(kind: str, strategy: str, world: int, tmp_path: Path) -> None:
@@ -315,6 +319,7 @@ def test_the_same_plan_goes_on_bit_for_bit(kind: str, strategy: str, world: int,
     assert not [text for row in loaded for text in row[3]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("ddp", 2)])
 def test_adafactor_goes_anywhere(strategy: str, world: int, tmp_path: Path) -> None:
     saved = run_world(save, world, strategy, "adafactor", str(tmp_path))
@@ -325,6 +330,7 @@ def test_adafactor_goes_anywhere(strategy: str, world: int, tmp_path: Path) -> N
         assert not [text for row in loaded for text in row[3]]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 2), ("ddp", 2)])
 def test_adamw8bit_goes_anywhere_and_says_what_it_quantised_anew(strategy: str, world: int, tmp_path: Path) -> None:
     saved = run_world(save, world, strategy, "adamw8bit", str(tmp_path))

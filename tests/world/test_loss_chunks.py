@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_are_those_of_one_process(case: Case) -> None:
     for found in run_world(train, case.world, case):
@@ -107,6 +108,7 @@ def narrow(strategy: str, precision: str) -> dict[str, Any]:
     return {"plain": plain, "chunked": chunked, "said": said}
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize(("strategy", "precision"), [("ddp", "bf16"), ("fsdp", "bf16"), ("ddp", "fp16")])
 def test_16_bits_are_as_near_and_the_receipt_says_so(strategy: str, precision: str) -> None:
     for found in run_world(narrow, 2, strategy, precision):

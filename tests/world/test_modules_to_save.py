@@ -83,6 +83,7 @@ CASES += [
 ]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_gradient_of_one_process(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
@@ -139,6 +140,7 @@ def full_run(folder: Path, tied: bool, strategy: str, parallel: dict[str, Any] |
     return config(model, strategy, 2, train=asked, parallel=where, **tables)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("tied", "strategy"), [(False, "fsdp+lora"), (True, "ddp+lora")])
 def test_new_tokens_beside_adapters_from_training_to_both_exports(
     tmp_path: Path, tied: bool, strategy: str, capsys: pytest.CaptureFixture[str]

@@ -156,6 +156,7 @@ def all_alarms(strategy: str, names: tuple[str, ...]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_no_alarm(strategy: str) -> None:
     names = tuple(CASES)

@@ -154,6 +154,7 @@ def right(strategy: str, makes: list[Make]) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_optimizers_step_as_in_one_process(strategy: str) -> None:
     full = strategy in ("ddp", "zero1")
@@ -162,6 +163,7 @@ def test_optimizers_step_as_in_one_process(strategy: str) -> None:
         assert [row for row in rows if row[1] > 1e-12] == []
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["hsdp", "zero1"])
 def test_optimizers_step_as_in_one_process_on_four_ranks(strategy: str) -> None:
     makes = [*RIGHT[:4], Of(own.LAMB), in_groups, mixed_momentum]
@@ -205,6 +207,7 @@ SHARDS = {
 FINE = [Of(own.LAMB), Of(own.Lion), Of(own.Langevin), Matrices(optim.Muon, lr=0.01)]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("world", "strategy"), [(2, "fsdp"), (2, "zero2"), (4, "hsdp")])
 def test_optimizers_that_would_read_numbers_off_a_shard(world: int, strategy: str) -> None:
     for texts in run_world(refusals, world, strategy, [*SHARDS, *FINE]):
@@ -286,6 +289,7 @@ def overflows(strategy: str) -> list[Any]:
     return [scaled(strategy, make, accum, second)[1:] for make, accum in ways]
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("world", "strategy"), [(2, "ddp"), (2, "zero1"), (2, "zero2"), (2, "fsdp"), (4, "hsdp"), (4, "zero1")]
 )
@@ -445,6 +449,7 @@ def averaged(strategy: str) -> tuple[float, str]:
     return error(dict(zip(names, full, strict=True)), dict(expected.module.named_parameters())), said
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_moving_average_of_the_weights(strategy: str) -> None:
     for worst, said in run_world(averaged, 2, strategy):
@@ -456,6 +461,7 @@ def penalty_and_average(strategy: str) -> tuple[float | str, tuple[float, str]]:
     return penalty(strategy), averaged(strategy)
 
 
+@pytest.mark.turns(3)
 def test_a_gradient_penalty_and_a_moving_average_where_weights_are_cut_and_copied() -> None:
     for refused, (worst, said) in run_world(penalty_and_average, 4, "hsdp"):
         assert "create_graph=True" in str(refused) and "use ddp or zero1" in str(refused)
@@ -499,6 +505,7 @@ def gone_on(strategy: str, folder: str) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_optimizer_state_and_the_scale_go_on_after_a_load(strategy: str, tmp_path: Path) -> None:
     for rows in run_world(gone_on, 2, strategy, str(tmp_path)):
@@ -536,6 +543,7 @@ def test_schedules_built_before_and_after_prepare() -> None:
         assert max(worst) < 1e-12
 
 
+@pytest.mark.turns(3)
 def test_a_run_whose_last_step_spoils_its_weights_saves_nothing(tmp_path: Path) -> None:
     optimizer = {"factory": "tests.optimizers:Spoils", "warmup_steps": 0}
     config = write_config(tmp_path, optimizer=optimizer, train={"steps": 1}, parallel={"nproc": 1})

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from shardwise.errors import UserError
 from shardwise.run.start import start
 from shardwise.train.session import Session
+from tests.turns import by_turns
 from tests.worlds import run_each
 
 SAMPLES, EPOCHS = 14, 3
@@ -108,9 +109,11 @@ CASES = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_interrupted_run_goes_on_behind_what_is_finished(tmp_path: Path, world: int) -> None:
     cases = CASES if world > 1 else CASES[1::2]  # one rank does less of the same
+    cases = by_turns(cases, 3, f"{world} ranks")
     calls = [(str(tmp_path / f"{number}"), *case) for number, case in enumerate(cases)]
     assert run_each(interrupted, world, calls) == [[[]] * world] * len(cases)
 

@@ -263,6 +263,7 @@ def scheduler_before(strategy: str) -> None:
     raises(ModelError, "scheduler was built before", lambda: session.prepare(model, optimizer))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize(
     "case", [evaluating_inside_a_step, interrupted, refusals, odd_models, no_false_alarms, attributes]

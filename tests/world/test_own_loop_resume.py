@@ -98,6 +98,7 @@ def train(
         session.close()
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "flow", "list"])
 def test_one_process_goes_on_bit_identically(tmp_path: Path, kind: str) -> None:
     full, weights, _ = train(str(tmp_path / "whole"), kind, "ddp")
@@ -144,6 +145,7 @@ def bit_identical(folder: str, strategy: str) -> bool:
     return first + rest == full and all(torch.equal(a, b) for a, b in zip(weights, ends, strict=True))
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_go_on_bit_identically(tmp_path: Path, strategy: str) -> None:
     assert run_world(bit_identical, 2, str(tmp_path), strategy) == [True, True]

@@ -80,6 +80,7 @@ RIGHT: list[tuple[Build, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("accum", [1, 2])
 def test_a_right_one_is_passed_over(accum: int) -> None:
     for build, options in RIGHT:

@@ -20,6 +20,7 @@ from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import LIMIT, Case, Still, Watch, ragged, train, worst
 from tests.families import FAMILIES, VOCAB, family
+from tests.turns import by_turns
 from tests.worlds import WorldError, run_each, run_world
 
 SCHEDULES = {
@@ -47,8 +48,9 @@ def test_every_family_over_two_stages() -> None:
     are_right(*(Case(2, "ddp+pp2", name, accum=4) for name in FAMILIES))
 
 
+@pytest.mark.turns(1)
 def test_more_ranks() -> None:
-    are_right(
+    cases = [
         Case(4, "ddp+pp2", "own", accum=3),
         Case(4, "zero2+pp2", "llama"),
         Case(4, "hsdp+pp2", "bert"),
@@ -58,9 +60,11 @@ def test_more_ranks() -> None:
         Case(4, "ddp+tp2+pp2", "llama", accum=4, options=options("interleaved-zero-bubble", loss_parallel=True)),
         Case(4, "ddp+tp2+pp2", "own", accum=4, options=options("zbv")),
         Case(4, "ddp+pp2+cp2", "llama", accum=4, options=options("interleaved-zero-bubble")),
-    )
+    ]
+    are_right(*by_turns(cases, 2, "more ranks"))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_every_schedule_is_right_or_refused(strategy: str) -> None:
     allowed = []
@@ -72,7 +76,7 @@ def test_every_schedule_is_right_or_refused(strategy: str) -> None:
         else:
             check_pipeline(case.plan, 4)
             allowed.append(case)
-    are_right(*allowed)
+    are_right(*by_turns(allowed, 2, strategy))
 
 
 def test_recompute_is_right_or_refused() -> None:
@@ -230,6 +234,7 @@ def difference(found: Any, expected: Any) -> float:
     return max(float((value - expected[name]).norm() / expected[name].norm()) for name, value in found.items())
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(("strategy", "world"), [("ddp+pp2", 2), ("ddp+pp2", 4), ("fsdp+pp2", 4)])
 def test_bf16_is_close(strategy: str, world: int) -> None:
     for found, expected in run_world(narrow, world, strategy):

@@ -303,7 +303,13 @@ def odd(case: str, strategy: str) -> dict[str, str]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("world", "strategies"), [(2, ["ddp", "zero1", "zero2", "fsdp", "fsdp+offload"]), (4, ["hsdp"])]
+    ("world", "strategies"),
+    [
+        (2, ["ddp", "fsdp"]),
+        pytest.param(2, ["zero1", "zero2"], marks=pytest.mark.turns(3)),
+        pytest.param(2, ["fsdp+offload"], marks=pytest.mark.turns(3)),
+        pytest.param(4, ["hsdp"], marks=pytest.mark.turns(3)),
+    ],
 )
 def test_odd_tensors(world: int, strategies: list[str]) -> None:
     calls = [(case, strategy) for case in ("buffers", "weights") for strategy in strategies]
@@ -395,6 +401,7 @@ def changes(strategy: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
 def test_models_changed_after_prepare(strategy: str) -> None:
     for found in run_world(changes, 4 if strategy == "hsdp" else 2, strategy):
@@ -404,6 +411,7 @@ def test_models_changed_after_prepare(strategy: str) -> None:
             assert result.startswith(f"refused: {name}: added, replaced or unfrozen after"), (kind, result)
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 def test_hooks_of_parameters(strategy: str) -> None:
     for found in run_world(hooks, 2, strategy):
@@ -413,6 +421,7 @@ def test_hooks_of_parameters(strategy: str) -> None:
         assert set(found.values()) == {"right"}, found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp+tp2", "fsdp+pp2"])
 def test_hooks_of_parameters_of_cut_models(strategy: str) -> None:
     for found in run_world(hooks, 4, strategy, ("norm",)):

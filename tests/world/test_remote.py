@@ -96,6 +96,7 @@ def test_saved_by_two_ranks_and_loaded_by_one_and_three(s3: Store) -> None:
     assert not checked.damage and checked.hashed and checked.files == 2
 
 
+@pytest.mark.turns(3)
 def test_a_crash_before_the_manifest_leaves_no_checkpoint(s3: Store) -> None:
     with pytest.raises(WorldError, match="exit code 9"):
         run_world(save_as, 2, s3.environment, "fsdp", 20, True)
@@ -118,6 +119,7 @@ def save_one(target: Saver, model: torch.nn.Module, optimizer: torch.optim.Optim
     target.save(number, model=model, optimizer=optimizer, plan=Plan(reason="test"), state={"step": number})
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_old_ones_go_and_latest_moves(s3: Store, async_save: bool) -> None:
     model, optimizer = build("one")
@@ -176,6 +178,7 @@ def train_as(environment: dict[str, str], job: str) -> None:
     run_job(Job.model_validate_json(job))
 
 
+@pytest.mark.turns(3)
 def test_train_saves_to_a_url_and_goes_on_from_there(tmp_path: Path, s3: Store) -> None:
     table = {"folder": FOLDER, "every": 2, "async_save": True}
     config = configs.write_config(tmp_path, train={"steps": 4}, checkpoint=table)

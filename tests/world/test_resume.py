@@ -89,6 +89,7 @@ def train(
     return "\n".join(said), options[0]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_options_of_the_optimizer_count_on_resume(tmp_path: Path, strategy: str) -> None:
     train(tmp_path, strategy, 2, "train.steps=4")
@@ -153,6 +154,7 @@ def test_another_folder_for_checkpoints_does_not_begin_the_run_again(tmp_path: P
     assert "resuming after step 8 of 9" in said
 
 
+@pytest.mark.turns(2)
 def test_stopped_while_a_background_save_is_under_way(tmp_path: Path) -> None:
     """Every step is saved, and a save takes longer than a step: the last one is of the step that was stopped at."""
     full, stopped = tmp_path / "whole", tmp_path / "stopped"

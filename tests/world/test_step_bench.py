@@ -100,6 +100,7 @@ def error_of(weight: torch.Tensor, gradient: torch.Tensor, expected: Any) -> flo
     return float((gradient - same[0]).norm() / same[0].norm())
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("world", "strategy"),

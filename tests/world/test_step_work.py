@@ -74,6 +74,7 @@ def count(
     return found
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize(
     ("world", "strategy", "attention", "grad_accum"),
     [
@@ -117,6 +118,7 @@ def test_traffic_goes_over_the_axes_of_the_plan(strategy: str, axes: set[str]) -
             assert found.axes[0].wire_bytes == 4 * by_hand()[0]
 
 
+@pytest.mark.turns(2)
 def test_compiled_products_are_not_claimed_to_be_counted() -> None:
     _, model, _ = by_hand()
     ((work, _),) = run_world(count, 1, "ddp", "none", "sdpa", 1, True)

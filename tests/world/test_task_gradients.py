@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from shardwise.train.tasks.registry import prepare_data, samples_of
 from tests.contract import CLIP, LIMIT, Still, Watch, gradients_here, worst
 from tests.kept import kept
 from tests.task_models import MODELS, QUIET, smoothed, write_task
+from tests.turns import by_turns
 from tests.worlds import run_each
 
 MICRO_BATCH = 2
@@ -138,8 +140,10 @@ CASES += [("own", strategy, 2, {}) for strategy in ("ddp", "fsdp")]
 REFUSED = {("t5", "ddp+tp2"): "decoder.block.0 cannot be sharded", ("t5", "ddp+pp2"): "a skip connection"}
 
 
+@pytest.mark.turns(1)
 def test_gradient_is_that_of_plain_transformers() -> None:
-    for case, ranks in zip(CASES, run_each(train, 2, CASES, timeout_s=240), strict=True):
+    cases = by_turns(CASES, 2, "tasks")
+    for case, ranks in zip(cases, run_each(train, 2, cases, timeout_s=240), strict=True):
         for error, where in ranks:
             if told := REFUSED.get(case[:2]):
                 assert error < 0 and told in where, (case, where)

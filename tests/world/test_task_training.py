@@ -17,6 +17,7 @@ from shardwise.train.config import Config
 from shardwise.train.metrics import read_metrics
 from tests.contract import full
 from tests.task_models import BERT, QUIET, T5, WORDS, write_rows, write_task, write_tokenizer
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 STATED = {"sequences": 0.95, "tokens": 0.95, "masked": 0.5, "turned": 0.8}
@@ -104,6 +105,7 @@ def sentence_rows(number: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.turns(1)
 def test_each_task_is_learned_on_two_ranks(tmp_path: Path) -> None:
     words = {"tokenizer": str(write_tokenizer(tmp_path / "words.json")), "seq_len": 12}
     bert, rows = {**BERT, "vocab_size": 16}, sentence_rows(400)
@@ -143,9 +145,10 @@ def test_each_task_is_learned_on_two_ranks(tmp_path: Path) -> None:
     }
     tasks["masked"]["train"]["steps"] = 250
     tasks["turned"]["train"]["steps"] = 500
-    jobs = [job_of(tables, "fsdp" if name == "tokens" else "ddp", 2) for name, tables in tasks.items()]
+    names = by_turns(list(tasks), 2, "tasks")
+    jobs = [job_of(tasks[name], "fsdp" if name == "tokens" else "ddp", 2) for name in names]
     ranks = run_world(train_here, 2, jobs, timeout_s=240)
-    for name, *found in zip(tasks, *ranks, strict=True):
+    for name, *found in zip(names, *ranks, strict=True):
         (heldout, _), (same, _) = found
         assert heldout == same
         assert heldout["accuracy"] >= STATED[name], (name, heldout)

@@ -25,6 +25,7 @@ from shardwise.train.loss import token_loss_sum
 from tests.contract import CLIP, LIMIT, Still, Watch, decided_once, gradients_here, reference, worst
 from tests.families import FAMILIES, VOCAB, WIDTH, family
 from tests.kept import kept
+from tests.turns import by_turns
 from tests.worlds import run_world
 
 LENGTH = 8
@@ -154,21 +155,25 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("names", [("llama", "qwen3"), ("gpt2", "bert"), ("mistral", "gemma"), ("own",)], ids="-".join)
 def test_gradients_are_those_of_one_process_on_two_ranks(names: tuple[str, ...]) -> None:
-    check(2, [("ddp+tp2", name, options) for name in names for options in (*SWITCHES, *MORE)])
+    cases: list[Case] = [("ddp+tp2", name, options) for name in names for options in (*SWITCHES, *MORE)]
+    check(2, by_turns(cases, 3, names[0]))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("options", [SWITCHES[0], SWITCHES[3]], ids=["both", "neither"])
 def test_four_ranks_share_two_key_value_heads(options: dict[str, Any]) -> None:
-    check(4, [("ddp+tp4", name, options) for name in FAMILIES])
+    check(4, by_turns([("ddp+tp4", name, options) for name in FAMILIES], 2, str(options)))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("strategy", ["ddp+tp2", "fsdp+tp2", "zero2+tp2"])
 def test_data_parallel_around_tensor_parallel(strategy: str) -> None:
     names = ("llama", "qwen3", "gpt2", "own") if strategy != "zero2+tp2" else ("own",)
     variants = [{"grad_accum": 2, "recompute": "full", "loss_parallel": True}, {"sequence_parallel": False}]
-    check(4, [(strategy, name, options) for name in names for options in variants])
+    check(4, by_turns([(strategy, name, options) for name in names for options in variants], 3, strategy))
 
 
 def test_hybrid_sharding_around_tensor_parallel() -> None:
@@ -267,6 +272,7 @@ def all_narrow() -> list[float]:
     return [narrow(strategy, options) for strategy in strategies for options in (SWITCHES[0], SWITCHES[3])]
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_bf16_is_close(world: int) -> None:
     for errors in run_world(all_narrow, world):

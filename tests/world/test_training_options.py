@@ -295,6 +295,7 @@ def followed(text: str, stop_after: int | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.turns(3)
 def test_an_average_is_saved_resumed_and_evaluated(tmp_path: Path) -> None:
     """Stopped and resumed it is the same to the bit, and what is evaluated last; under each layout of weights."""
     strategies = ("ddp", "fsdp", "ddp+pp2", "fsdp+tp2")

@@ -94,6 +94,7 @@ def rows(folder: Path, factory: str, *strategies: str) -> list[StrategyResult]:
     return first
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("factory", ["asks_for_ranks", "asks_whether_there_are_ranks"])
 def test_a_gradient_times_the_number_of_ranks_is_not_that_of_one_process(tmp_path: Path, factory: str) -> None:
     for row in rows(tmp_path, factory, *STRATEGIES):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
+from tests.turns import by_turns
 from tests.world.zoo.case import CASES
 from tests.world.zoo.harness import GOOD, Trial, column, known, run, trials_of
 from tests.world.zoo.models import LATER
@@ -29,12 +32,8 @@ def check(trials: list[Trial]) -> None:
     assert {str(trial): verdict for trial, verdict in found.items()} == expected
 
 
-def chosen(trial: Trial) -> bool:
-    """Whether it is run for each change: ddp and fsdp of all models; of the rest every other model has one of three."""
-    if trial.strategy in ("ddp", "fsdp") and trial.world == 2:
-        return True
-    others = ("zero1", "", "zero2", "", "on four ranks", "")
-    return others[NAMES.index(trial.case) % len(others)] == ("on four ranks" if trial.world == 4 else trial.strategy)
+def for_each_change(trial: Trial) -> bool:
+    return trial.strategy in ("ddp", "fsdp") and trial.world == 2
 
 
 def trials(at: int, world: int) -> list[Trial]:
@@ -46,8 +45,10 @@ def trials(at: int, world: int) -> list[Trial]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("at", range(0, len(NAMES), CHUNK))
 def test_each_model_is_right_or_refused(at: int, world: int) -> None:
-    """Two or three of the five strategies for each model, by turns; `make soak` has all."""
-    check([trial for trial in trials(at, world) if chosen(trial)])
+    """ddp and fsdp of all models, and of the rest a ninth, by turns; `make soak` has all."""
+    found = [trial for trial in trials(at, world) if for_each_change(trial)]
+    others = [astuple(trial) for trial in trials(at, world) if not for_each_change(trial)]
+    check(found + [Trial(*trial) for trial in by_turns(others, 9, f"{at} {world}")])
 
 
 @pytest.mark.soak

@@ -1,0 +1,90 @@
+"""All cases come round; those of ddp and fsdp are there each time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests import turns
+
+
+def test_the_commit_says_the_turn() -> None:
+    assert turns.of_commit() == turns.of_commit()
+    assert int(turns.of_commit()) < 16**8
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 5])
+def test_all_come_round_and_ddp_and_fsdp_each_time(of: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [f"zero{n}" for n in range(10)]
+    seen: Counter[str] = Counter()
+    for turn in range(of):
+        monkeypatch.setenv(turns.VARIABLE, str(turn))
+        found = turns.by_turns(["ddp", *others, "fsdp"], of, "a name")
+        assert found == turns.by_turns(["ddp", *others, "fsdp"], of, "a name")
+        assert found[0] == "ddp" and found[-1] == "fsdp"
+        assert len(found) - 2 in (10 // of, -(-10 // of))
+        seen.update(found[1:-1])
+    assert seen == dict.fromkeys(others, 1)
+
+
+def test_what_a_case_says_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(turns.VARIABLE, "0")
+    cases = [SimpleNamespace(strategy=strategy) for strategy in ("fsdp", "hsdp", "zero1")]
+    found = turns.by_turns(cases, 2, "a name")
+    assert found[0].strategy == "fsdp" and len(found) == 2
+    assert turns.for_each_change([2, "ddp"])
+    assert turns.for_each_change([("a model", "fsdp", 2, {})])
+    assert not turns.for_each_change([["ddp", "fsdp"], "ddp+tp2", 4, None])
+
+
+def kept(marks: dict[str, int], turn: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is left of tests of these names, marked ``turns`` where the number is not 0."""
+    monkeypatch.setenv(turns.VARIABLE, turn)
+    items: list[Any] = []
+    for name, of in marks.items():
+        mark = pytest.mark.turns(of).mark if of else None
+        items.append(SimpleNamespace(nodeid=f"a.py::{name}", get_closest_marker=lambda _, mark=mark: mark))
+        if "[" in name:
+            items[-1].callspec = SimpleNamespace(params={"strategy": name.partition("[")[2][:-1], "world": 2})
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)))
+    left: list[Any] = []
+    everything = list(items)
+    turns.leave_out(config, items)
+    assert {id(item) for item in (*items, *left)} == {id(item) for item in everything}
+    return [item.nodeid.partition("::")[2] for item in items]
+
+
+def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [f"test_each[{name}]" for name in ("ddp", "zero1", "zero2", "fsdp", "hsdp", "ddp+tp2")]
+    marks = {**dict.fromkeys(each, 3), "test_alone": 2, "test_plain": 0, "test_plain[zero1]": 0}
+    found = [kept(marks, str(turn), monkeypatch) for turn in range(6)]
+    times = Counter(name for names in found for name in names)
+    always = {"test_each[ddp]", "test_each[fsdp]", "test_plain", "test_plain[zero1]"}
+    assert times == {name: 6 if name in always else 3 if name == "test_alone" else 2 for name in marks}
+    assert kept(marks, turns.ALL, monkeypatch) == list(marks)
+
+
+def test_a_test_whose_cases_have_turns_is_found_by_the_soak() -> None:
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        text = file.read_text()
+        assert "by_turns(" not in text or "mark.turns(" in text or "mark.soak" in text or file == Path(__file__), file
+
+
+def test_whoever_asks_for_a_test_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, all_of_them = ["tests/unit/test_turns.py::test_alone"], ["tests"]
+    for said, words, turn in (
+        ("7", all_of_them, "7"),
+        ("7", one, "7"),
+        (None, one, turns.ALL),
+        (None, all_of_them, turns.of_commit()),
+    ):
+        monkeypatch.delenv(turns.VARIABLE, raising=False)
+        if said is not None:
+            monkeypatch.setenv(turns.VARIABLE, said)
+        turns.choose(cast(Any, SimpleNamespace(args=words)))
+        assert os.environ[turns.VARIABLE] == turn
