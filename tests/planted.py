@@ -269,3 +269,42 @@ def expected(place: Place) -> dict[str, Any]:
     rows = None if place.by_hand and place.reason == "loss" else [place.row]
     here |= {"batch": place.batch, "rows": rows, "micro_batch": 1 + within // dims.dp, "rank": first}
     return here | ({"column": place.column} if place.reason == "data" else {})
+
+
+BYTE = ord("~")  # in one sample of a corpus
+
+
+class ByteModel(nn.Module):
+    """Model over bytes, whose fault is reached by the one sample with a `BYTE`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(257, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind if index == 1 else "") for index in range(2))
+        self.head = nn.Linear(WIDTH, 257)
+        with torch.no_grad():
+            self.embed.weight[BYTE] = 0.0
+            self.embed.weight[BYTE, 0] = MARK
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(nn.functional.layer_norm(x, (WIDTH,)))
+
+
+def byte_model(kind: str) -> ByteModel:
+    return ByteModel(kind)
+
+
+class SpoilingSGD(torch.optim.SGD):
+    """Optimizer whose update in step 3 divides by zero in one weight."""
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"][-1:]:
+                count = self.state[parameter].setdefault("count", torch.zeros_like(parameter))
+                count += 1
+                parameter /= torch.where(count == 3, 0.0, 1.0)
+        return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
 from shardwise.train.noise import EmbeddingNoise, embedding_name
-from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.nonfinite.run import naming_the_source
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.run_files import RunFile
 from shardwise.train.run_interface import Outcome, Reporter, RunCallback, RunStart, StepWindow
@@ -105,6 +107,11 @@ class TrainingRun:
         return self.evaluator.heldout
 
     @property
+    def loss(self) -> Callable[[Any, Any], torch.Tensor]:
+        """Loss of a training step."""
+        return self.loss_sum if self.evaluator.by_labels else self.parts.loss
+
+    @property
     def is_main(self) -> bool:
         """True on the rank that reports."""
         return self.session.ranks.is_main
@@ -129,8 +136,8 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
-        if self.is_main:
-            (self.output / RunFile.PREEMPTED).unlink(missing_ok=True)
+        for left in (RunFile.PREEMPTED, RunFile.NONFINITE) if self.is_main else ():
+            (self.output / left).unlink(missing_ok=True)
         self._protect()
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
@@ -144,11 +151,12 @@ class TrainingRun:
             self.reporter.begin(self.session.steps_done, self.total)
         if self.extends and self.evaluator.best is not None:  # the last evaluation came after its checkpoint
             self._evaluate(None)
-        if not self.evaluator.enough():
-            self._steps(model, metrics)
-        if self.recorder is not None:
-            self.recorder.finish()
-        path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
+        with naming_the_source(self, model):
+            if not self.evaluator.enough():
+                self._steps(model, metrics)
+            if self.recorder is not None:
+                self.recorder.finish()
+            path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate_last(metrics)
         saver.wait()
@@ -235,7 +243,7 @@ class TrainingRun:
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
             if self.noun == "tokens":
                 step.processed = self.samples.num_tokens(self.order.ids(self.position, self.global_batch))
-            step.run(model, self.loss_sum if self.evaluator.by_labels else self.parts.loss)
+            step.run(model, self.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             processed = result.tokens if step.processed is None else step.processed
@@ -388,7 +396,7 @@ class TrainingRun:
 
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if any; make all refusals before reading it."""
-        config, session, folder = self.config, self.session, folder_of(self.config.checkpoints)
+        config, folder = self.config, folder_of(self.config.checkpoints)
         path, earlier = resume.find(folder)
         if path is None:
             resume.refuse_lost(self.output, folder)
@@ -398,6 +406,11 @@ class TrainingRun:
                 f"train.output '{self.output}' contains a run already and checkpoint.resume is false; "
                 "choose another train.output, or set checkpoint.resume=true to resume"
             )
+        self.restore(path, earlier)
+
+    def restore(self, path: Folder, earlier: Folder | None) -> None:
+        """Load a checkpoint: weights, optimizer, generators and position; ``earlier`` is the one before it."""
+        config, session = self.config, self.session
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))
         with resume.reading_state(path):
@@ -438,10 +451,3 @@ class TrainingRun:
             self.reporter.log(f"resuming after step {manifest.step} of {self.total} from '{path}'")
             if changes:
                 self.reporter.log(f"changed since then: {'; '.join(changes)}")
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:
-    """Set every group's rate; groups with another initial rate than ``base`` keep the ratio."""
-    for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", group["lr"])
-        group["lr"] = rate * (initial / base)

@@ -19,6 +19,7 @@ from shardwise.model.read import clean_name
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
+from shardwise.plan.plan import Plan
 from shardwise.train.nonfinite.choose import Column, RankFacts, choose
 from shardwise.train.nonfinite.recorder import Recorder
 from shardwise.train.nonfinite.report import NonFiniteError, Source
@@ -111,14 +112,13 @@ _BY_HAND = (
 
 def replayed(session: TrainingSession, step: ReplayableStep) -> RankFacts:
     """Run ``step`` again from the generators' state at its beginning, and return what this rank has recorded."""
-    weights, columns = spoilt_weights(session), _columns(step)
+    weights, columns = spoilt_weights(session), columns_of(step)
     session.optimizer.zero_grad()
     restore_random_state(step.random_state, session.device)
     again = step.again()
     recorder, failure = Recorder(session, lambda: again.micro), ""
-    eager = torch.compiler.set_stance("force_eager") if session.plan.compile else contextlib.nullcontext()
     try:
-        with recorder, eager:
+        with recorder, eager(session.plan):
             if step.ran is not None:
                 model, loss_fn = step.ran
                 session.agreement.begin_step()
@@ -141,6 +141,11 @@ def replayed(session: TrainingSession, step: ReplayableStep) -> RankFacts:
         finite_losses=recorder.finite_losses,
         failure=failure,
     )
+
+
+def eager(plan: Plan) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled blocks run as they are written: hooks inside of a graph are not called."""
+    return torch.compiler.set_stance("force_eager") if plan.compile else contextlib.nullcontext()
 
 
 def exchanged(session: TrainingSession, mine: RankFacts) -> list[RankFacts]:
@@ -180,7 +185,7 @@ def _forward_only(session: TrainingSession, step: ReplayableStep, recorder: Reco
             recorder.on_loss(step.losses[at], call(session.applied.outer, micro.inputs), micro.labels)
 
 
-def _columns(step: ReplayableStep) -> Iterator[Column]:
+def columns_of(step: ReplayableStep) -> Iterator[Column]:
     """Yield columns of the data that are not finite, for each micro batch."""
     for number, micro in enumerate(step.micros, 1):
         if micro.padding:

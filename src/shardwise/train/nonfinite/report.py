@@ -134,7 +134,7 @@ class NonFiniteError(TrainingError):
         place = f"{source.place()}: " if source.place() else ""
         lines = [head, f"  source: {place}{source.text()}{operation}"]
         lines += [f"  {source.note}"] if source.note else []
-        lines.append(f"  {_FIX.get(source.reason, _RATE)}.{f' All that is known: {kept}' if kept else ''}")
+        lines.append(f"  {_FIX.get(source.reason, _RATE)}.{f' All that is known is in {kept}.' if kept else ''}")
         super().__init__("\n".join(lines))
 
     def document(self) -> str:
