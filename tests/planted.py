@@ -19,7 +19,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
-from shardwise.train.nonfinite.report import NonFiniteError
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from tests.models import AttentionBlock
 
 VOCAB, WIDTH, LENGTH, ROWS, BLOCKS = 24, 16, 8, 4, 4

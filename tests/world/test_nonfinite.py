@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import TrainingError
 from shardwise.run.start import start
-from shardwise.train.nonfinite.report import NonFiniteError, Source
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
 from tests.planted import WORLD_2, WORLD_4, Model, Place, batches_of, expected, found_at, summed
 from tests.worlds import run_each
 
@@ -33,7 +33,7 @@ def test_each_planted_number_is_named_at_its_source() -> None:
 
 def trained(
     model: nn.Module, loss: Any = summed, batches: Any = None, *, strategy: str = "ddp", **options: Any
-) -> Source:
+) -> NonFiniteSource:
     """The source that a run in this process alone names."""
     session = start("ddp", grad_accum=2, receipts=False)
     batches = batches_of(Place("", "ddp", "", "", world=1, accum=2, batch=-1))

@@ -13,7 +13,7 @@ import pytest
 import shardwise.train.step as step_module
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
-from shardwise.train.nonfinite.report import NonFiniteError
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.run_files import RunFile
 from tests.cli import configs
 from tests.planted import BYTE

@@ -10,7 +10,7 @@ from shardwise.distributed.local_tensor import local_of
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.model.read import clean_name
 from shardwise.parallel.ownership import ownership_of
-from shardwise.train.nonfinite.report import NonFiniteError
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.session_interface import TrainingSession
 
 

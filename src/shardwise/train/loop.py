@@ -46,7 +46,7 @@ from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
 from shardwise.train.noise import EmbeddingNoise, embedding_name
-from shardwise.train.nonfinite.run import naming_the_source
+from shardwise.train.nonfinite.replay_run import naming_the_source
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.run_files import RunFile

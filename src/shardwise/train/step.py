@@ -20,8 +20,8 @@ from shardwise.errors import UserError
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
-from shardwise.train.nonfinite.replay import explained, random_state
-from shardwise.train.nonfinite.report import NonFiniteError
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
+from shardwise.train.nonfinite.replay_step import explained, random_state
 from shardwise.train.session_interface import TrainingSession
 
 _LOOKED_AT = 8  # parameters, for one with a gradient: under fsdp none may have it before the last micro batch

@@ -20,10 +20,10 @@ from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
-from shardwise.train.nonfinite.choose import Column, RankFacts, choose
-from shardwise.train.nonfinite.recorder import Recorder
-from shardwise.train.nonfinite.report import NonFiniteError, Source
-from shardwise.train.nonfinite.values import batch_of, non_finite, tensors_in
+from shardwise.train.nonfinite.choose_source import Column, ReplayFacts, choose
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
+from shardwise.train.nonfinite.nonfinite_hooks import Recorder
+from shardwise.train.nonfinite.tensor_values import batch_of, non_finite, tensors_in
 from shardwise.train.session_interface import TrainingSession
 
 _NAMED = 32  # parameters that a rank sends the names of
@@ -85,14 +85,14 @@ def explained(session: TrainingSession, step: ReplayableStep) -> Iterator[None]:
         raise NonFiniteError(error.step, error.problem, source_of(session, step)) from None
 
 
-def source_of(session: TrainingSession, step: ReplayableStep) -> Source:
+def source_of(session: TrainingSession, step: ReplayableStep) -> NonFiniteSource:
     """Return the source of a number of ``step`` that is not finite, before its update. Collective."""
     scaled = session.scaler is not None
     rows = gather_ints([len(step.micros)], session.ranks, "a search for NaN")
     micros = max(row[0] for row in rows)
     if session.in_backward is not None:
         note = "its backward has changed the weights already (optimizer.in_backward)"
-        return Source(reason="not replayed", step=step.number, note=note)
+        return NonFiniteSource(reason="not replayed", step=step.number, note=note)
     names = tuple(spoilt_gradients(session))
     mine = replayed(session, step)
     facts = exchanged(session, mine)
@@ -110,7 +110,7 @@ _BY_HAND = (
 )
 
 
-def replayed(session: TrainingSession, step: ReplayableStep) -> RankFacts:
+def replayed(session: TrainingSession, step: ReplayableStep) -> ReplayFacts:
     """Run ``step`` again from the generators' state at its beginning, and return what this rank has recorded."""
     weights, columns = spoilt_weights(session), columns_of(step)
     session.optimizer.zero_grad()
@@ -132,7 +132,7 @@ def replayed(session: TrainingSession, step: ReplayableStep) -> RankFacts:
     finally:
         session.phase = "other"
     reshard(session.applied.outer)
-    return RankFacts(
+    return ReplayFacts(
         events=tuple(recorder.events),
         columns=tuple(columns),
         weights=weights,
@@ -148,9 +148,9 @@ def eager(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if plan.compile else contextlib.nullcontext()
 
 
-def exchanged(session: TrainingSession, mine: RankFacts) -> list[RankFacts]:
+def exchanged(session: TrainingSession, mine: ReplayFacts) -> list[ReplayFacts]:
     """Return the facts of all ranks. Collective."""
-    return [RankFacts.model_validate_json(text) for text in gather_text(mine.model_dump_json(), session.ranks)]
+    return [ReplayFacts.model_validate_json(text) for text in gather_text(mine.model_dump_json(), session.ranks)]
 
 
 def spoilt_weights(session: TrainingSession) -> dict[str, str]:
@@ -164,7 +164,7 @@ def spoilt_gradients(session: TrainingSession) -> dict[str, str]:
     return dict(reversed(found.items()))
 
 
-def with_batch(session: TrainingSession, source: Source) -> Source:
+def with_batch(session: TrainingSession, source: NonFiniteSource) -> NonFiniteSource:
     """Return the source with the batch of the loader that its micro batch is, in a loop of the user's own."""
     stream = session.stream
     if source.rank is None or source.micro_batch is None or not stream.passes:
@@ -234,7 +234,7 @@ def _parameters(session: TrainingSession) -> Iterator[tuple[str, nn.Parameter]]:
         yield name if ownership is None else ownership.canonical(name), parameter
 
 
-def _of_norm(facts: Sequence[RankFacts], source: Source) -> Source:
+def _of_norm(facts: Sequence[ReplayFacts], source: NonFiniteSource) -> NonFiniteSource:
     """Return that the norm alone overflows, if a gradient is as large as that takes; else the source as it is."""
     found = max(((one.largest[1], one.largest[0]) for one in facts if one.largest), default=(0.0, ""))
     if found[0] ** 2 < torch.finfo(torch.float32).max / 2**20:

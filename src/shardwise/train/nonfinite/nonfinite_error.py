@@ -30,7 +30,6 @@ _RATE = "Try a lower optimizer.lr, more optimizer.warmup_steps or a smaller opti
 _FIX: dict[Reason, str] = {
     "data": "Repair these samples or leave them out",
     "weight": f"An earlier update has left it so. {_RATE}",
-    "overflow": f"bf16 has the range of fp32, and fp16 has not. {_RATE}",
     "forward": "Look for a division by zero, a logarithm, a square root or an exponential in this forward",
     "loss": "Look for a division by zero or a logarithm of zero in the loss function",
     "backward": "The derivative does not exist there (a square root or a norm of zero): add a small number under it",
@@ -38,8 +37,8 @@ _FIX: dict[Reason, str] = {
 }
 
 
-class Source(BaseModel):
-    """Source of a number that is not finite; what is not known is ``None`` or empty.
+class NonFiniteSource(BaseModel):
+    """NonFiniteSource of a number that is not finite; what is not known is ``None`` or empty.
 
     ``module`` is the first in the order of the forward (of the backward, if all outputs are finite), ``operation`` its
     step of autograd, or the call before which its own code made the number. ``rank`` saw it first, ``ranks`` all that
@@ -76,13 +75,17 @@ class Source(BaseModel):
         named = ", ".join(f"'{name}'" for name in self.parameters[:3])
         named += f" and {len(self.parameters) - 3} more" if len(self.parameters) > 3 else ""
         where = _module_text(self.module)
+        met = "" if self.module is None else f"; {where} meets it first"
+        own = f"{where}{f', {self.operation}' if self.operation else ''}"
         texts: dict[Reason, str] = {
             "data": f"{self.value} in '{self.column}' of the data, which {where} meets first",
-            "weight": f"{named} held {self.value or 'nan or inf'} before this step; {where} meets it first",
-            "overflow": f"{self.value} in the forward of {where}, an overflow of {self.dtype}{self._magnitudes()}",
-            "forward": f"{self.value} made in the forward of {where}{self._magnitudes()}; what enters it is finite",
+            "weight": f"{named} held {self.value or 'nan or inf'} before this step{met}",
+            "overflow": f"{self.value} in the forward of {own}, an overflow of {self.dtype}{self._magnitudes()}",
+            "forward": f"{self.value} made in the forward of {own}{self._magnitudes()}; what enters it is finite",
             "loss": f"{self.value} made by the loss function from finite outputs{self._magnitudes()}",
-            "backward": f"{self.value} made in the backward of {where}; all of the forward is finite",
+            "backward": f"{self.value} made in the backward of {own}; all of the forward is finite"
+            if self.module is not None
+            else f"the gradient of {named or 'some parameter'} is not finite, and all of the forward is",
             "reduction": f"the gradient of {named} is finite on each rank, and their sum is not",
             "norm": f"all gradients are finite, and their norm is not; the largest, {self.largest}, is that of {named}",
             "update": f"the update of step {self.step} has left {named} at {self.value or 'nan or inf'}",
@@ -123,17 +126,18 @@ class Source(BaseModel):
 class NonFiniteError(TrainingError):
     """The loss or the gradient is not finite. ``source`` is where that began, once it has been looked for."""
 
-    def __init__(self, step: int, problem: str, source: Source | None = None, kept: str | None = None) -> None:
+    def __init__(self, step: int, problem: str, source: NonFiniteSource | None = None, kept: str | None = None) -> None:
         self.step, self.problem, self.source, self.kept = step, problem, source, kept
         head = f"step {step}: {problem}; the weights of the last good checkpoint are untouched."
         if source is None:
             super().__init__(f"{head} {_RATE}")
             return
         self.on_all_ranks = True
-        operation = f" (operation {source.operation})" if source.operation else ""
         place = f"{source.place()}: " if source.place() else ""
-        lines = [head, f"  source: {place}{source.text()}{operation}"]
+        lines = [head, f"  source: {place}{source.text()}"]
         lines += [f"  {source.note}"] if source.note else []
+        if source.dtype == "float16" and source.reason == "overflow":
+            lines.append("  bf16 has the range of fp32, and fp16 has not.")
         lines.append(f"  {_FIX.get(source.reason, _RATE)}.{f' All that is known is in {kept}.' if kept else ''}")
         super().__init__("\n".join(lines))
 
@@ -144,8 +148,6 @@ class NonFiniteError(TrainingError):
 
 
 def _module_text(module: str | None) -> str:
-    if module is None:
-        return "nothing known"
     return "the loss function" if module == LOSS else f"'{module}'" if module else "the model itself"
 
 

@@ -17,16 +17,16 @@ from torch.utils import _pytree
 from shardwise.model.read import STAGE, clean_name
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.pipeline_parallel.stage_module import Absent
-from shardwise.train.nonfinite.report import LOSS
-from shardwise.train.nonfinite.values import NonFinite, batch_of, is_overflow, largest, non_finite, tensors_in
+from shardwise.train.nonfinite.nonfinite_error import LOSS
+from shardwise.train.nonfinite.tensor_values import NonFinite, batch_of, is_overflow, largest, non_finite, tensors_in
 from shardwise.train.session_interface import TrainingSession
 
 KEPT = 24  # events of a micro batch: the first is the source, unless healthy micro batches have it, too
 ORDER = ("input", "forward", "loss", "backward")
 
 
-class Event(BaseModel):
-    """Number that is not finite, where a module or a node of autograd shows it; see `Source` for the names.
+class NonFiniteEvent(BaseModel):
+    """Number that is not finite, where a module or a node of autograd shows it; see `NonFiniteSource` for the names.
 
     ``order`` counts modules in the order of the forward, the same on all ranks.
     """
@@ -65,11 +65,12 @@ class Recorder:
 
     session: TrainingSession
     micro: Callable[[], int]
-    events: list[Event] = field(default_factory=list)
+    events: list[NonFiniteEvent] = field(default_factory=list)
     finite_losses: dict[int, bool] = field(default_factory=dict)
     _stack: list[_Frame] = field(default_factory=list)
     _spans: list[tuple[int, int, _Frame]] = field(default_factory=list)
     _calls: dict[int, int] = field(default_factory=dict)
+    _previous: Any = None
     _count: int = 0
     _handles: list[Any] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
@@ -91,6 +92,7 @@ class Recorder:
             self._handles.pop().remove()
         self._seen.clear()
         self._spans.clear()
+        self._previous = None
 
     def loss_of(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
         """Return ``loss_fn`` with its result recorded."""
@@ -119,7 +121,7 @@ class Recorder:
                 if found is not None and found.kind == "-inf" and name and _is_mask((args, kwargs)):
                     continue
                 if found is not None and name and parent is not None:
-                    self._add("forward", parent, found, operation=f"before '{name}'", inputs=None)
+                    self._add("forward", parent, found, operation=f"before '{name}'", inputs=self._previous)
                 elif found is not None:
                     self._add("input", _Frame(name, stage, micro, 0, batch), found, inputs=None)
             self._stack.append(_Frame(name, stage, micro, _sequence(), batch))
@@ -146,6 +148,7 @@ class Recorder:
                 found = non_finite(tensor, frame.batch)
                 if found is not None and not (found.kind == "-inf" and _is_mask(output)):
                     self._add("forward", frame, found, inputs=(args, kwargs))
+            self._previous = output
             if not name:
                 self._watch(output, frame)
                 self._stack.clear()
@@ -184,7 +187,7 @@ class Recorder:
             return
         entering = [size for one in tensors_in(inputs) if (size := largest(one)) is not None]
         most = max(entering, default=None)
-        event = Event(
+        event = NonFiniteEvent(
             kind=kind,
             module=frame.name,
             micro=frame.micro,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.plan.plan import Plan
-from shardwise.train.nonfinite.recorder import ORDER, Event
-from shardwise.train.nonfinite.report import Source
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteSource
+from shardwise.train.nonfinite.nonfinite_hooks import ORDER, NonFiniteEvent
 
 
 class Column(BaseModel):
@@ -24,7 +24,7 @@ class Column(BaseModel):
     batch_rows: int | None
 
 
-class RankFacts(BaseModel):
+class ReplayFacts(BaseModel):
     """Facts of one rank's replay, as it sends them to the others.
 
     ``weights`` are parameters that were not finite before the step, ``gradients`` those whose gradient is not after it,
@@ -33,7 +33,7 @@ class RankFacts(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    events: tuple[Event, ...] = ()
+    events: tuple[NonFiniteEvent, ...] = ()
     columns: tuple[Column, ...] = ()
     weights: dict[str, str] = {}
     gradients: dict[str, str] = {}
@@ -45,7 +45,7 @@ class RankFacts(BaseModel):
 @dataclass(frozen=True)
 class _Seen:
     rank: int
-    event: Event
+    event: NonFiniteEvent
 
     @property
     def order(self) -> tuple[int, int, int, int, int]:
@@ -56,7 +56,7 @@ class _Seen:
         return event.micro, backward, up, event.order if not backward else phase, self.rank
 
 
-def choose(facts: Sequence[RankFacts], plan: Plan, step: int, micro_batches: int, *, scaled: bool) -> Source:
+def choose(facts: Sequence[ReplayFacts], plan: Plan, step: int, micro_batches: int, *, scaled: bool) -> NonFiniteSource:
     """Return the source that explains the first number that was not finite on any rank.
 
     ``scaled`` says that a gradient scaler makes the backward overflow at times.
@@ -86,7 +86,7 @@ def choose(facts: Sequence[RankFacts], plan: Plan, step: int, micro_batches: int
     return _placed("loss" if event.kind == "loss" else "backward", first, facts, micro_batches, step)
 
 
-def _unhealthy(facts: Sequence[RankFacts], plan: Plan, *, scaled: bool) -> Iterator[_Seen]:
+def _unhealthy(facts: Sequence[ReplayFacts], plan: Plan, *, scaled: bool) -> Iterator[_Seen]:
     """Yield events, without those that a micro batch with a finite loss and gradient shows at the same place.
 
     A softmax over a fully masked row, which nothing reads, is not finite in every healthy step.
@@ -113,13 +113,13 @@ def _unhealthy(facts: Sequence[RankFacts], plan: Plan, *, scaled: bool) -> Itera
                 yield _Seen(rank, event)
 
 
-def _placed(reason: str, first: _Seen, facts: Sequence[RankFacts], micro_batches: int, step: int) -> Source:
+def _placed(reason: str, first: _Seen, facts: Sequence[ReplayFacts], micro_batches: int, step: int) -> NonFiniteSource:
     event = first.event
     same = [rank for rank, one in enumerate(facts) if any(_same(event, other) for other in one.events)]
     values: Mapping[str, object] = event.model_dump(
         include={"module", "operation", "rows", "batch_rows", "value", "dtype", "largest", "largest_input"}
     )
-    return Source.model_validate(
+    return NonFiniteSource.model_validate(
         {
             **values,
             "reason": reason,
@@ -133,27 +133,29 @@ def _placed(reason: str, first: _Seen, facts: Sequence[RankFacts], micro_batches
     )
 
 
-def _same(one: Event, other: Event) -> bool:
+def _same(one: NonFiniteEvent, other: NonFiniteEvent) -> bool:
     return (one.kind, one.module, one.operation, one.micro) == (other.kind, other.module, other.operation, other.micro)
 
 
-def _without_event(facts: Sequence[RankFacts], weights: Mapping[str, str], step: int) -> Source:
+def _without_event(facts: Sequence[ReplayFacts], weights: Mapping[str, str], step: int) -> NonFiniteSource:
     """Return what the gradients and weights show where the replay had finite numbers everywhere."""
     failures = [one.failure for one in facts if one.failure]
     if weights:
         name = next(iter(weights))
         ranks = tuple(rank for rank, one in enumerate(facts) if name in one.weights)
-        return Source(
+        return NonFiniteSource(
             reason="weight", step=step, parameters=tuple(weights), value=weights[name], rank=ranks[0], ranks=ranks
         )
     if failures:
-        return Source(reason="not replayed", step=step, note=failures[0])
+        return NonFiniteSource(reason="not replayed", step=step, note=failures[0])
     bad = {name: value for one in facts for name, value in one.gradients.items()}
     if bad:
         ranks = tuple(rank for rank, one in enumerate(facts) if one.gradients)
         value = next(iter(bad.values()))
-        return Source(reason="reduction", step=step, parameters=tuple(bad), value=value, rank=ranks[0], ranks=ranks)
-    return Source(reason="not reproduced", step=step)
+        return NonFiniteSource(
+            reason="reduction", step=step, parameters=tuple(bad), value=value, rank=ranks[0], ranks=ranks
+        )
+    return NonFiniteSource(reason="not reproduced", step=step)
 
 
 def _owns(module: str, parameter: str) -> bool:

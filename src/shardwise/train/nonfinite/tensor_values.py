@@ -70,14 +70,13 @@ def largest(tensor: torch.Tensor) -> float | None:
 def is_overflow(found: NonFinite, largest_input: float | None) -> bool:
     """Return whether finite values beside what is not finite are as large as the type allows, or the inputs' product.
 
-    A difference of two infinities is no infinity: in fp16 it is told by the inputs alone.
+    A difference of two infinities inside of a module is no infinity: it is told by the inputs alone.
     """
     limit = torch.finfo(getattr(torch, found.dtype)).max
     narrow = limit < WIDE
     product = largest_input is not None and largest_input**2 >= (limit if narrow else WIDE)
-    if "inf" not in found.kind:
-        return narrow and product
-    return product or (found.largest is not None and found.largest >= (limit / OVERFLOWS if narrow else WIDE))
+    beside = found.largest is not None and found.largest >= (limit / OVERFLOWS if narrow else WIDE)
+    return product or (beside and "inf" in found.kind)
 
 
 def batch_of(inputs: Any) -> int | None:

@@ -24,10 +24,10 @@ from shardwise.train.config import Config
 from shardwise.train.data.order import SampleOrder, rank_ids
 from shardwise.train.data.samples import NumberedSamples, step_batches
 from shardwise.train.hooks import ParameterHooks
-from shardwise.train.nonfinite.choose import RankFacts, choose
-from shardwise.train.nonfinite.recorder import Recorder
-from shardwise.train.nonfinite.replay import columns_of, eager, exchanged, spoilt_weights
-from shardwise.train.nonfinite.report import NonFiniteError, Source
+from shardwise.train.nonfinite.choose_source import ReplayFacts, choose
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
+from shardwise.train.nonfinite.nonfinite_hooks import Recorder
+from shardwise.train.nonfinite.replay_step import columns_of, eager, exchanged, spoilt_weights
 from shardwise.train.optimizer import set_learning_rate
 from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.run_interface import Reporter
@@ -80,15 +80,15 @@ def naming_the_source(run: ReplayableRun, model: nn.Module) -> Iterator[None]:
         raise named from None
 
 
-def _known(run: ReplayableRun, error: NonFiniteError) -> Source:
+def _known(run: ReplayableRun, error: NonFiniteError) -> NonFiniteSource:
     """Return what the weights show, if the number was noticed after an update."""
     if run.session.applied.engine is not None:
-        return Source(reason="not replayed", step=error.step, note=f"{run.plan.strategy} is not replayed")
-    found = _of_update(run.session, error.step) or Source(reason="not replayed", step=error.step)
+        return NonFiniteSource(reason="not replayed", step=error.step, note=f"{run.plan.strategy} is not replayed")
+    found = _of_update(run.session, error.step) or NonFiniteSource(reason="not replayed", step=error.step)
     return found.model_copy(update={"note": "it was noticed after an update: this step's, or an earlier one's"})
 
 
-def _searched(run: ReplayableRun, model: nn.Module, last: int, known: Source) -> Source:
+def _searched(run: ReplayableRun, model: nn.Module, last: int, known: NonFiniteSource) -> NonFiniteSource:
     """Return the source that the steps from the newest checkpoint to ``last`` show when they run again."""
     if run.session.applied.engine is not None:
         return known
@@ -108,11 +108,11 @@ def _searched(run: ReplayableRun, model: nn.Module, last: int, known: Source) ->
     return _noted(known, f"the steps from '{path.name}' on, run again, had only finite numbers")
 
 
-def _noted(source: Source, text: str) -> Source:
+def _noted(source: NonFiniteSource, text: str) -> NonFiniteSource:
     return source.model_copy(update={"note": "; ".join(filter(None, [source.note, text]))})
 
 
-def _rerun(run: ReplayableRun, model: nn.Module, last: int) -> Source | None:
+def _rerun(run: ReplayableRun, model: nn.Module, last: int) -> NonFiniteSource | None:
     """Run the steps up to ``last`` again; from the one after the last good logged line on with every module watched."""
     session, table = run.session, run.config.optimizer
     session.observers = [one for one in session.observers if isinstance(one, ParameterHooks | WeightAverage)]
@@ -137,12 +137,12 @@ def _rerun(run: ReplayableRun, model: nn.Module, last: int) -> Source | None:
     return None
 
 
-def _watched(run: ReplayableRun, model: nn.Module, step: Step) -> Source | None:
+def _watched(run: ReplayableRun, model: nn.Module, step: Step) -> NonFiniteSource | None:
     """Run a step with every module watched; return the source of a number that is not finite."""
     session, recorder = run.session, Recorder(run.session, lambda: step.micro)
     with recorder, eager(session.plan):
         step.run(model, recorder.loss_of(run.loss))
-    mine = RankFacts(
+    mine = ReplayFacts(
         events=tuple(recorder.events), columns=tuple(columns_of(step)), finite_losses=recorder.finite_losses
     )
     facts = exchanged(session, mine)
@@ -150,18 +150,20 @@ def _watched(run: ReplayableRun, model: nn.Module, step: Step) -> Source | None:
     return None if source.reason == "not reproduced" else _with_samples(run, source)
 
 
-def _of_update(session: Session, step: int) -> Source | None:
+def _of_update(session: Session, step: int) -> NonFiniteSource | None:
     """Return the weights that the step's update has left not finite."""
-    facts = exchanged(session, RankFacts(weights=spoilt_weights(session)))
+    facts = exchanged(session, ReplayFacts(weights=spoilt_weights(session)))
     weights = {name: value for one in facts for name, value in one.weights.items()}
     if not weights:
         return None
     ranks = tuple(rank for rank, one in enumerate(facts) if one.weights)
     value = next(iter(weights.values()))
-    return Source(reason="update", step=step, parameters=tuple(weights), value=value, rank=ranks[0], ranks=ranks)
+    return NonFiniteSource(
+        reason="update", step=step, parameters=tuple(weights), value=value, rank=ranks[0], ranks=ranks
+    )
 
 
-def _with_samples(run: ReplayableRun, source: Source) -> Source:
+def _with_samples(run: ReplayableRun, source: NonFiniteSource) -> NonFiniteSource:
     """Return the source with the numbers of its samples in the data."""
     if source.rank is None or source.micro_batch is None:
         return source
