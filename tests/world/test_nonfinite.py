@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from shardwise.errors import TrainingError
 from shardwise.run.start import start
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
+from shardwise.train.run_files import RunFile
 from tests.planted import WORLD_2, WORLD_4, Model, Place, batches_of, expected, found_at, summed
 from tests.worlds import run_each
 
@@ -31,11 +34,9 @@ def test_each_planted_number_is_named_at_its_source() -> None:
     assert not failed, "\n".join(failed)
 
 
-def trained(
+def trained(model: nn.Module, loss: Any = summed, output: Path | None = None) -> NonFiniteSource:
     model: nn.Module, loss: Any = summed, batches: Any = None, *, strategy: str = "ddp", **options: Any
-) -> NonFiniteSource:
-    """The source that a run in this process alone names."""
-    session = start("ddp", grad_accum=2, receipts=False)
+    session = start("ddp", grad_accum=2, receipts=False, output=output)
     batches = batches_of(Place("", "ddp", "", "", world=1, accum=2, batch=-1))
     try:
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), batches[0][0])
@@ -63,14 +64,17 @@ def test_dropout_draws_the_same_numbers_again() -> None:
     assert not any(fault.hits[:at])
 
 
-def test_what_a_replay_does_not_show_again_is_said() -> None:
+def test_what_a_replay_does_not_show_again_is_said(tmp_path: Path) -> None:
     calls = []
 
     def sometimes(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return summed(outputs, labels) * (float("nan") if len(calls) == 3 else 1.0)
 
-    source = trained(Model("", 1), sometimes)
+    source = trained(Model("", 1), sometimes, tmp_path)
+    written = json.loads((tmp_path / RunFile.NONFINITE).read_text())
+    assert (written["schema"], written["step"], written["problem"]) == (1, 2, "the loss is nan")
+    assert written["source"]["reason"] == "not reproduced"
     assert (source.reason, source.module, source.rank) == ("not reproduced", None, None)
 
 

@@ -115,7 +115,7 @@ class Session:
     called when it changes, those in ``at_close`` once at the end. ``header`` is sent with each step's first message.
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
-    during the backward if the plan requests it.
+    during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
     """
 
     ranks: Ranks
@@ -135,6 +135,7 @@ class Session:
     header: list[StepHeader] = field(default_factory=list)
     at_close: list[Callable[[], None]] = field(default_factory=list)
     in_backward: InBackward | None = None
+    nonfinite_file: Path | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
     _windows: PassWindows | None = None
@@ -519,8 +520,7 @@ class Session:
             self._applied.engine.close()
         leave(self.ranks)
         self._applied = self._optimizer = self.in_backward = self._agreement = self._windows = None
-        self._trainable = []
-        self.observers, self.phase_watchers, self.header, self.reporter = [], [], [], None
+        self.observers, self.phase_watchers, self.header, self.reporter, self._trainable = [], [], [], None, []
 
     def check_forward(self) -> None:
         """Refuse a loss under DDP that did not come from the prepared model.

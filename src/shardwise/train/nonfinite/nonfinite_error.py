@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from shardwise.errors import TrainingError
+from shardwise.train.run_files import replace_file
 
 Reason = Literal[
     "data",
@@ -141,10 +144,13 @@ class NonFiniteError(TrainingError):
         lines.append(f"  {_FIX.get(source.reason, _RATE)}.{f' All that is known is in {kept}.' if kept else ''}")
         super().__init__("\n".join(lines))
 
-    def document(self) -> str:
-        """Return the content of the run's file."""
+    def write(self, file: Path) -> None:
+        """Write the run's file; the message has what matters, if that fails."""
         source = None if self.source is None else self.source.model_dump(mode="json")
-        return json.dumps({"schema": 1, "step": self.step, "problem": self.problem, "source": source}, indent=1)
+        text = json.dumps({"schema": 1, "step": self.step, "problem": self.problem, "source": source}, indent=1)
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, text + "\n")
 
 
 def _module_text(module: str | None) -> str:

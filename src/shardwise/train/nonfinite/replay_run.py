@@ -29,7 +29,7 @@ from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteS
 from shardwise.train.nonfinite.nonfinite_hooks import Recorder
 from shardwise.train.nonfinite.replay_step import columns_of, eager, exchanged, spoilt_weights
 from shardwise.train.optimizer import set_learning_rate
-from shardwise.train.run_files import RunFile, replace_file
+from shardwise.train.run_files import RunFile
 from shardwise.train.run_interface import Reporter
 from shardwise.train.session import Session
 from shardwise.train.step import Step
@@ -75,8 +75,7 @@ def naming_the_source(run: ReplayableRun, model: nn.Module) -> Iterator[None]:
         file = run.output / RunFile.NONFINITE
         named = NonFiniteError(error.step, error.problem, known, str(file))
         if run.session.ranks.is_main:
-            with contextlib.suppress(OSError):  # the message itself has what matters
-                replace_file(file, named.document())
+            named.write(file)
         raise named from None
 
 

@@ -82,7 +82,11 @@ def explained(session: TrainingSession, step: ReplayableStep) -> Iterator[None]:
     except NonFiniteError as error:
         if session.applied.engine is not None:
             raise
-        raise NonFiniteError(error.step, error.problem, source_of(session, step)) from None
+        file = session.nonfinite_file
+        named = NonFiniteError(error.step, error.problem, source_of(session, step), None if file is None else str(file))
+        if file is not None and session.ranks.is_main:
+            named.write(file)
+        raise named from None
 
 
 def source_of(session: TrainingSession, step: ReplayableStep) -> NonFiniteSource:
