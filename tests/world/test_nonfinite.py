@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import shardwise.train.step as step_module
 from shardwise.errors import TrainingError
+from shardwise.run.loop_recorder import LoopRecorder
 from shardwise.run.start import start
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
 from shardwise.train.run_files import RunFile
+from tests.models import byte_attention
 from tests.planted import WORLD_2, WORLD_4, Model, Place, batches_of, expected, found_at, summed
 from tests.worlds import run_each
 
@@ -34,10 +39,11 @@ def test_each_planted_number_is_named_at_its_source() -> None:
     assert not failed, "\n".join(failed)
 
 
-def trained(model: nn.Module, loss: Any = summed, output: Path | None = None) -> NonFiniteSource:
-    model: nn.Module, loss: Any = summed, batches: Any = None, *, strategy: str = "ddp", **options: Any
+def trained(model: nn.Module, loss: Any = summed, output: Path | None = None, batches: Any = None) -> NonFiniteSource:
+    """The source that a run in this process alone names."""
     session = start("ddp", grad_accum=2, receipts=False, output=output)
-    batches = batches_of(Place("", "ddp", "", "", world=1, accum=2, batch=-1))
+    session.observers = [one for one in session.observers if not isinstance(one, LoopRecorder)]  # it keeps a file open
+    batches = batches or batches_of(Place("", "ddp", "", "", world=1, accum=2, batch=-1))
     try:
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4), batches[0][0])
         for step in session.steps(batches):
@@ -92,3 +98,19 @@ def test_gradients_whose_norm_alone_overflows_are_named_by_the_largest() -> None
     assert source.reason == "norm"
     assert source.parameters
     assert source.largest is not None and source.largest > 1e20
+
+
+def test_a_healthy_run_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights() -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(3)
+        with pytest.raises(AssertionError, match="nothing was found"):
+            trained(model := byte_attention(0.2), batches=[(batch["ids"], labels) for batch, labels in healthy])
+        return [p.detach() for p in model.parameters()], torch.get_rng_state()
+
+    healthy = batches_of(Place("", "ddp", "", "", world=1, accum=2, batch=-1))
+    found, state = weights()
+    monkeypatch.setattr(step_module, "random_state", lambda device: torch.empty(0))
+    monkeypatch.setattr(step_module, "explained", lambda session, step: contextlib.nullcontext())
+    without, same = weights()
+    assert all(torch.equal(one, other) for one, other in zip(found, without, strict=True))
+    assert torch.equal(state, same)

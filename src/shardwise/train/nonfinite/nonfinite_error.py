@@ -136,8 +136,8 @@ class NonFiniteError(TrainingError):
             super().__init__(f"{head} {_RATE}")
             return
         self.on_all_ranks = True
-        place = f"{source.place()}: " if source.place() else ""
-        lines = [head, f"  source: {place}{source.text()}"]
+        place = ", ".join(filter(None, [f"step {source.step}" if source.step != step else "", source.place()]))
+        lines = [head, f"  source: {f'{place}: ' if place else ''}{source.text()}"]
         lines += [f"  {source.note}"] if source.note else []
         if source.dtype == "float16" and source.reason == "overflow":
             lines.append("  bf16 has the range of fp32, and fp16 has not.")

@@ -151,7 +151,7 @@ def _watched(run: ReplayableRun, model: nn.Module, step: Step) -> NonFiniteSourc
 
 def _of_update(session: Session, step: int) -> NonFiniteSource | None:
     """Return the weights that the step's update has left not finite."""
-    facts = exchanged(session, ReplayFacts(weights=spoilt_weights(session)))
+    facts = exchanged(session, ReplayFacts(weights=spoilt_weights(session, trained=True)))
     weights = {name: value for one in facts for name, value in one.weights.items()}
     if not weights:
         return None

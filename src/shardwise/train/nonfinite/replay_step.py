@@ -157,9 +157,14 @@ def exchanged(session: TrainingSession, mine: ReplayFacts) -> list[ReplayFacts]:
     return [ReplayFacts.model_validate_json(text) for text in gather_text(mine.model_dump_json(), session.ranks)]
 
 
-def spoilt_weights(session: TrainingSession) -> dict[str, str]:
-    """Return parameters of which this rank's part is not finite, with what is in it."""
-    return _spoilt(session, lambda parameter: parameter)
+def spoilt_weights(session: TrainingSession, *, trained: bool = False) -> dict[str, str]:
+    """Return parameters of which this rank's part is not finite, with what is in it; on request ``trained`` ones only.
+
+    A frozen parameter may be infinite on purpose.
+    """
+    frozen = {name for name, parameter in _parameters(session) if not parameter.requires_grad}
+    found = _spoilt(session, lambda parameter: parameter)
+    return {name: kind for name, kind in found.items() if name not in frozen or (not trained and "nan" in kind)}
 
 
 def spoilt_gradients(session: TrainingSession) -> dict[str, str]:
