@@ -275,10 +275,11 @@ BYTE = ord("~")  # in one sample of a corpus
 
 
 class ByteModel(nn.Module):
-    """Model over bytes, whose fault is reached by the one sample with a `BYTE`."""
+    """Model over bytes, whose fault is reached by the one sample with a `BYTE`; ``loud`` makes its loss large alone."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
+        self.loud = kind == "loud"
         self.embed = nn.Embedding(257, WIDTH)
         self.blocks = nn.ModuleList(Block(kind if index == 1 else "") for index in range(2))
         self.head = nn.Linear(WIDTH, 257)
@@ -290,7 +291,8 @@ class ByteModel(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(nn.functional.layer_norm(x, (WIDTH,)))
+        outputs = self.head(nn.functional.layer_norm(x, (WIDTH,)))
+        return outputs * torch.where((ids == BYTE).any(1), 100.0, 1.0)[:, None, None] if self.loud else outputs
 
 
 def byte_model(kind: str) -> ByteModel:

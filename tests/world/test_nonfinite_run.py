@@ -13,6 +13,7 @@ import pytest
 import shardwise.train.step as step_module
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
+from shardwise.train.metrics import read_metrics
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.run_files import RunFile
 from tests.cli import configs
@@ -23,11 +24,11 @@ from tests.worlds import run_each
 SAMPLE, LENGTH, BATCH = 21, 32, 8  # in step 3
 
 
-def job_of(folder: Path, kind: str, strategy: str, tables: dict[str, dict[str, Any]]) -> str:
+def job_of(folder: Path, kind: str, strategy: str, tables: dict[str, dict[str, Any]], sample: int = SAMPLE) -> str:
     """A prepared run of six steps over samples in order, of which one has the byte."""
     folder.mkdir(parents=True)
-    text = bytearray(b"abcdefgh ijklmnop.\n" * 200)
-    text[SAMPLE * LENGTH + 5] = BYTE
+    text = bytearray(b"abcdefgh ijklmnop.\n" * 400)
+    text[sample * LENGTH + 5] = BYTE
     (folder / "text.txt").write_bytes(text)
     changes: dict[str, dict[str, Any]] = {
         "model": {"factory": "tests.planted:byte_model", "kwargs": {"kind": kind}},
@@ -101,6 +102,17 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], bool, dict[str, Any]]] = {
         {"reason": "weight", "step": 4, "module": "embed", "samples": [24, 25, 26, 27]},
     ),
 }
+
+
+def test_a_loss_spike_is_logged_with_the_samples_of_its_step(tmp_path: Path) -> None:
+    changes = {"train": {"steps": 26}, "parallel": {"nproc": 1}, "checkpoint": {"every": 0}}
+    text = job_of(tmp_path / "run", "loud", "ddp", changes, sample=BATCH * 23 + 3)
+    assert run_here(text, late=False) == {"source": {}}
+    lines = read_metrics(Path(Job.model_validate_json(text).config.train.output) / RunFile.METRICS)
+    spikes = {line["step"]: line["loss_spike"] for line in lines if "loss_spike" in line}
+    assert list(spikes) == [24]
+    assert spikes[24]["samples"] == [list(range(BATCH * 23, BATCH * 24))]
+    assert spikes[24]["median"] == pytest.approx(5.7, abs=0.5)
 
 
 def test_the_loop_of_train_names_the_sample(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from shardwise.train.data.samples import (
 )
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
+from shardwise.train.loss_spikes import LossSpikes
 from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
@@ -92,7 +93,8 @@ class TrainingRun:
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
         self.total = resume.steps_in_all(config, self.order.epoch, self.global_batch)
-        self.position = 0
+        self.spikes = LossSpikes(self.order, plan)
+        self.position = self.began = 0  # of the next step, and of the one that was run last
         self.tokens = self.labels = 0
         self.last_loss = math.nan
         self.adapter_facts: dict[str, Any] = {}
@@ -245,6 +247,7 @@ class TrainingRun:
                 step.processed = self.samples.num_tokens(self.order.ids(self.position, self.global_batch))
             step.run(model, self.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
+            self.began = self.position
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             processed = result.tokens if step.processed is None else step.processed
             self.tokens, self.labels = self.tokens + processed, self.labels + result.tokens
@@ -291,6 +294,7 @@ class TrainingRun:
             labels=self.labels,
             **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
+            **self.spikes.fields(result.loss, self.began),
             **({} if self.recorder is None else self.recorder.log_fields()),
         )
         share = window.labels / window.tokens if of_tokens and window.tokens else 1.0
