@@ -114,3 +114,38 @@ def test_a_healthy_run_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPat
     without, same = weights()
     assert all(torch.equal(one, other) for one, other in zip(found, without, strict=True))
     assert torch.equal(state, same)
+
+
+def one_rank_alone() -> str:
+    """Rank 1 finds a number in step 1 that rank 0 does not."""
+    honest, patch = step_module.check_finite, pytest.MonkeyPatch()
+
+    def check(result: Any, *, scaled: bool = False) -> None:
+        honest(result, scaled=scaled)
+        if session.ranks.rank == 1:
+            raise NonFiniteError(result.number, "the gradient norm is nan")
+
+    session = start("ddp", grad_accum=1, receipts=False)
+    patch.setattr(step_module, "check_finite", check)
+    try:
+        model = Model("", 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        for step in session.steps(batches_of(Place("", "ddp", "", "", accum=1, batch=-1))):
+            step.run(model, summed)
+            step.update(optimizer, clip_norm=1.0)
+    except TrainingError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        patch.undo()
+        session.close()
+    return ""
+
+
+def test_a_number_on_one_rank_alone_hangs_nobody() -> None:
+    ((first, second),) = run_each(one_rank_alone, 2, [()], timeout_s=60.0)
+    assert first.startswith(
+        "TrainingError: ranks wait for each other at different points: rank 0 at the start of a step"
+    )
+    assert second.startswith(
+        "NonFiniteError: step 1: the gradient norm is nan; the weights of the last good checkpoint"
+    )

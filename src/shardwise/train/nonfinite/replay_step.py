@@ -82,8 +82,12 @@ def explained(session: TrainingSession, step: ReplayableStep) -> Iterator[None]:
     except NonFiniteError as error:
         if session.applied.engine is not None:
             raise
+        try:
+            source = source_of(session, step)
+        except ShardwiseError:  # other ranks found nothing wrong and are elsewhere, or are gone
+            raise error from None
         file = session.nonfinite_file
-        named = NonFiniteError(error.step, error.problem, source_of(session, step), None if file is None else str(file))
+        named = NonFiniteError(error.step, error.problem, source, None if file is None else str(file))
         if file is not None and session.ranks.is_main:
             named.write(file)
         raise named from None
