@@ -15,7 +15,7 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.diagnosis.diagnose import diagnose, why_nothing
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import _catalogue, price_of
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, Observed, SaveStall
 from shardwise.diagnosis.waits import workers_needed
 from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.hardware.parse_cluster import parse_cluster
@@ -24,7 +24,7 @@ from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.report.terminal import print_findings
 from shardwise.search.alternatives import Alternative, changes
-from shardwise.train.metrics import logged_losses
+from shardwise.train.metrics import logged_losses, logged_spikes
 
 CLEAN = {"forward": 0.030, "backward": 0.060, "exposed_dp": 0.002, "optimizer": 0.005, "control": 0.001, "data": 0.001}
 
@@ -565,11 +565,28 @@ def test_a_loss_that_ends_above_its_beginning_is_found() -> None:
         assert diagnose(observed(timing(), losses=fine))[0].kind == "healthy"
 
 
+def test_loss_spikes_are_one_finding_with_the_samples_of_the_highest() -> None:
+    spikes = [LossSpike(step=step, loss=loss, median=2.0, samples=(tuple(range(10)), (3,))) for step, loss in
+              ((40, 3.0), (90, 7.5), (120, 4.0), (130, 3.5))]  # fmt: skip
+    found = next(one for one in diagnose(observed(timing(), spikes=tuple(spikes))) if one.kind == "loss-spike")
+    assert (found.level, found.seconds) == ("hint", None)
+    assert found.text == (
+        "The loss of step 90 is 7.500, the median of those before it 2.000. There are 4 such steps in all."
+    )
+    assert found.evidence[0] == (
+        "step 90, loss 7.500, samples of replica 0: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more; replica 1: 3"
+    )
+    assert [text.split(",")[0] for text in found.evidence] == ["step 90", "step 120", "step 130"]
+
+
 def test_losses_are_those_that_were_logged(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss": 2.5}, {"step": 1, "heldout_bits_per_byte": 3.0}, {"step": 2, "loss": math.nan}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
     assert logged_losses(tmp_path / "metrics.jsonl") == [(1, 2.5)]
     assert logged_losses(tmp_path / "none") == []
+    line = {"step": 1, "loss": 9.0, "loss_spike": {"median": 2.0, "samples": [[3], [4]]}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert logged_spikes(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 9.0, "median": 2.0, "samples": [[3], [4]]}]
 
 
 def test_a_step_without_cores_is_not_said_to_be_all_computation() -> None:

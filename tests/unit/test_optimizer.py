@@ -13,8 +13,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.import_object import load_object
 from shardwise.train.config import OptimizerTable
-from shardwise.train.loop import set_learning_rate
-from shardwise.train.optimizer import build_optimizer, learning_rate, workload_of
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate, workload_of
 
 HERE = "tests.unit.test_optimizer"
 

@@ -23,9 +23,8 @@ from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.search.candidate import Pins
 from shardwise.search.enumerate import layouts
 from shardwise.train.config import OptimizerTable, read_config
-from shardwise.train.loop import set_learning_rate
 from shardwise.train.noise import EmbeddingNoise, embedding_name
-from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from tests.cli.configs import write_config
 
 

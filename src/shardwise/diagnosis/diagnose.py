@@ -18,6 +18,7 @@ from shardwise.measure.step_time.timing import NAMES, Timing
 RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     learning.loss_at_chance,
     learning.loss_rises,
+    learning.loss_spikes,
     waits.throttling,
     waits.oversubscription,
     waits.data_loader,

@@ -21,6 +21,7 @@ Kind = Literal[
     "pipeline-bubble",
     "loss-at-chance",
     "loss-rises",
+    "loss-spike",
     "healthy",
 ]
 Level = Literal["alarm", "hint", "fine"]

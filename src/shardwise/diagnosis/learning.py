@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.weight import AT_CHANCE, CHANCE_STEPS, RISE, RISE_LINES, Case
+from shardwise.diagnosis.observed import LossSpike
+from shardwise.diagnosis.weight import AT_CHANCE, CHANCE_STEPS, RISE, RISE_LINES, SAMPLES, SPIKES, Case
 
 
 def loss_at_chance(case: Case) -> Iterator[Finding]:
@@ -54,6 +55,31 @@ def loss_rises(case: Case) -> Iterator[Finding]:
         fix="lower optimizer.lr (a tenth shows whether it is that), give it more optimizer.warmup_steps, or clip "
         "gradients (optimizer.clip_norm=1.0)",
     )
+
+
+def loss_spikes(case: Case) -> Iterator[Finding]:
+    """Report losses far above those before them, with the samples of their steps; all of a run in one finding."""
+    found = sorted(case.observed.spikes, key=lambda one: one.loss - one.median, reverse=True)
+    if not found:
+        return
+    first, more = found[0], f" There are {len(found)} such steps in all." if len(found) > 1 else ""
+    yield case.finding(
+        "loss-spike",
+        "hint",
+        f"The loss of step {first.step} is {first.loss:.3f}, the median of those before it {first.median:.3f}.{more}",
+        seconds=None,
+        evidence=[_samples(one) for one in found[:SPIKES]],
+        fix="look at these samples; if they are sound, lower optimizer.lr or clip gradients (optimizer.clip_norm=1.0)",
+    )
+
+
+def _samples(one: LossSpike) -> str:
+    replicas = [
+        f"{', '.join(map(str, ids[:SAMPLES]))}{f' and {len(ids) - SAMPLES} more' if len(ids) > SAMPLES else ''}"
+        for ids in one.samples
+    ]
+    each = "; ".join(f"replica {number}: {text}" for number, text in enumerate(replicas[:SAMPLES]))
+    return f"step {one.step}, loss {one.loss:.3f}, samples of {each}"
 
 
 def _span(values: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.cost.time.collective_time import Group, catalogue_bus_bytes_per_s
 from shardwise.cost.time.step_time import StepTime
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, Observed, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, Observed, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import Link
@@ -166,6 +166,7 @@ def observe(
     price_from: str = "",
     mfu: float | None = None,
     losses: Sequence[tuple[int, float]] = (),
+    spikes: Sequence[LossSpike] = (),
     vocab_size: int | None = None,
 ) -> Observed:
     """Collect everything known of a run, on rank 0; missing inputs stay unknown.
@@ -200,6 +201,7 @@ def observe(
         price_from=price_from,
         mfu=mfu,
         losses=tuple(losses),
+        spikes=tuple(spikes),
         vocab_size=vocab_size,
     )
 

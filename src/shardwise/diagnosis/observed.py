@@ -87,6 +87,15 @@ class HostUse(_Facts):
         return None if self.busy is None or self.own is None else max(0.0, self.busy - self.own)
 
 
+class LossSpike(_Facts):
+    """Logged loss far above those before it. ``samples`` are the numbers of its step, of each data-parallel replica."""
+
+    step: int
+    loss: float
+    median: float
+    samples: tuple[tuple[int, ...], ...] = ()
+
+
 class Observed(_Facts):
     """Inputs of the diagnosis of a run.
 
@@ -94,7 +103,7 @@ class Observed(_Facts):
      ``save_every`` is steps between checkpoints. ``peak_bytes`` and ``device_bytes`` are the largest allocated
     peak of all ranks, and the memory of a rank's device (or its share of the host). ``price`` is US dollars for an hour
     of one device, by ``price_from``. ``mfu`` is measured. ``losses`` are the logged steps with their training loss in
-    nats a token, ``vocab_size`` the number of tokens to choose from.
+    nats a token, ``spikes`` those far above the ones before, ``vocab_size`` the number of tokens to choose from.
     """
 
     timing: Timing
@@ -116,6 +125,7 @@ class Observed(_Facts):
     price_from: str = ""
     mfu: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
+    spikes: tuple[LossSpike, ...] = ()
     vocab_size: int | None = None
 
     def link(self, axis: str) -> LinkUse | None:

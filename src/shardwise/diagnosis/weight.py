@@ -43,6 +43,11 @@ RISE = 1.05
 RISE_LINES = 20
 """Minimum number of logged losses to judge whether the loss rises."""
 
+SPIKES = 3
+"""Loss spikes that a finding lists; ``metrics.jsonl`` has all."""
+SAMPLES = 8
+"""Samples of a replica that it lists."""
+
 
 @dataclass(frozen=True)
 class Case:

@@ -26,7 +26,7 @@ from shardwise.model.read import clean_name
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
-SHARE = 0.002  # of a run's time, at most
+SHARE = 0.001  # of a run's time, at most
 CHUNK = 16 * 1024**2  # elements summed by one check
 ROUNDING = 1e-6  # largest relative difference of replicas whose ranks only round differently
 _SLOTS = 4  # kinds of replicas of parameters, and the buffers

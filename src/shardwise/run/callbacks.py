@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostRecorder, gpu_states, observe
-from shardwise.diagnosis.observed import DeviceState, HostUse, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LossSpike, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.measure.gpu.nvml import GpuSampler
 from shardwise.measure.profiler.profile_steps import StepTrace
@@ -29,7 +29,7 @@ from shardwise.receipts.lines.sample_lines import added_rows_line, isolation_lin
 from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.metrics import logged_losses
+from shardwise.train.metrics import logged_losses, logged_spikes
 from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.run_interface import RunStart
 from shardwise.train.session import Session
@@ -154,6 +154,7 @@ class RunRecorder:
     def findings(self, timing: Timing, use: Utilisation | None) -> tuple[Finding, ...]:
         """Return what the run loses time to, most expensive first; healthy runs get a finding, too."""
         job, peaks = self.job, self.fit.peaks
+        metrics = Path(job.config.train.output) / RunFile.METRICS
         observed = observe(
             self.session,
             timing,
@@ -168,7 +169,8 @@ class RunRecorder:
             alternatives=job.alternatives,
             gpus=self.gpus,
             mfu=None if use is None else use.mfu,
-            losses=logged_losses(Path(job.config.train.output) / RunFile.METRICS),
+            losses=logged_losses(metrics),
+            spikes=[LossSpike.model_validate(one) for one in logged_spikes(metrics)],
             vocab_size=num_outputs(open_data(job.corpus)),
         )
         return diagnose(observed)

@@ -31,6 +31,7 @@ from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, expla
 from shardwise.search.candidate import Pins
 from shardwise.search.choose import choose, choose_profiled
 from shardwise.train.optimizer import workload_of
+from shardwise.train.run_files import RunFile
 from shardwise.train.session import Planner, Session
 
 
@@ -139,6 +140,7 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
         recorder = LoopRecorder(Path(output), attribution, effects)
         session.observers.append(recorder)
         session.reporter = recorder.conclude
+        session.nonfinite_file = Path(output) / RunFile.NONFINITE
     return attribution
 
 

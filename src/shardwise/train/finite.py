@@ -8,9 +8,9 @@ import torch
 
 from shardwise.distributed.local_tensor import local_of
 from shardwise.distributed.process_group import gather_ints, gather_text
-from shardwise.errors import TrainingError
 from shardwise.model.read import clean_name
 from shardwise.parallel.ownership import ownership_of
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.session_interface import TrainingSession
 
 
@@ -18,7 +18,7 @@ def check_weights(session: TrainingSession) -> None:
     """Refuse to save weights that are not finite. Collective; reads each trained weight once.
 
     Raises:
-        TrainingError: on all ranks, with the first such parameter's name.
+        NonFiniteError: on all ranks, with the first such parameter's name.
     """
     wrong = [name for name, spoilt in _spoilt(session) if spoilt]
     counts = [row[0] for row in gather_ints([len(wrong)], session.ranks)]
@@ -26,11 +26,8 @@ def check_weights(session: TrainingSession) -> None:
         return
     first = next(text for text in gather_text(wrong[0] if wrong else "", session.ranks) if text)
     more = f" and {max(counts) - 1} more" if max(counts) > 1 else ""
-    raise TrainingError(
-        f"step {session.steps_done}: the update has left weights that are not finite ({first}{more}); they are not "
-        "saved, and the last good checkpoint is untouched. Try a lower optimizer.lr, more optimizer.warmup_steps or a "
-        "smaller optimizer.clip_norm"
-    )
+    problem = f"the update has left weights that are not finite ({first}{more}); they are not saved"
+    raise NonFiniteError(session.steps_done, problem)
 
 
 def _spoilt(session: TrainingSession) -> list[tuple[str, bool]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ from shardwise.train.data.samples import (
 )
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
+from shardwise.train.loss_spikes import LossSpikes
 from shardwise.train.measure_added_rows import AddedRowsMeasurement
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import added_tokens, model_factory, model_facts, pretrained_factory
 from shardwise.train.noise import EmbeddingNoise, embedding_name
-from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.nonfinite.replay_run import naming_the_source
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.rng import random_states, rank_to_follow, restore_random_states, seed_everything
 from shardwise.train.run_files import RunFile
 from shardwise.train.run_interface import Outcome, Reporter, RunCallback, RunStart, StepWindow
@@ -90,7 +93,8 @@ class TrainingRun:
         self.micro_batch = plan.micro_batch or 1
         self.global_batch = plan.global_batch or plan.dims.dp
         self.total = resume.steps_in_all(config, self.order.epoch, self.global_batch)
-        self.position = 0
+        self.spikes = LossSpikes(self.order, plan)
+        self.position = self.began = 0  # of the next step, and of the one that was run last
         self.tokens = self.labels = 0
         self.last_loss = math.nan
         self.adapter_facts: dict[str, Any] = {}
@@ -103,6 +107,11 @@ class TrainingRun:
     def heldout(self) -> NumberedSamples | None:
         """Held-out samples, if there are any."""
         return self.evaluator.heldout
+
+    @property
+    def loss(self) -> Callable[[Any, Any], torch.Tensor]:
+        """Loss of a training step."""
+        return self.loss_sum if self.evaluator.by_labels else self.parts.loss
 
     @property
     def is_main(self) -> bool:
@@ -129,8 +138,8 @@ class TrainingRun:
     def _run(self, model: nn.Module, saver: Saver) -> Outcome:
         self.saver = saver
         self._resume()
-        if self.is_main:
-            (self.output / RunFile.PREEMPTED).unlink(missing_ok=True)
+        for left in (RunFile.PREEMPTED, RunFile.NONFINITE) if self.is_main else ():
+            (self.output / left).unlink(missing_ok=True)
         self._protect()
         rate = learning_rate(self.config.optimizer, self.total)
         self.parts = TrainingParts(rate, TrainingLoss(self.config.train), self.noise, self.average)
@@ -144,11 +153,12 @@ class TrainingRun:
             self.reporter.begin(self.session.steps_done, self.total)
         if self.extends and self.evaluator.best is not None:  # the last evaluation came after its checkpoint
             self._evaluate(None)
-        if not self.evaluator.enough():
-            self._steps(model, metrics)
-        if self.recorder is not None:
-            self.recorder.finish()
-        path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
+        with naming_the_source(self, model):
+            if not self.evaluator.enough():
+                self._steps(model, metrics)
+            if self.recorder is not None:
+                self.recorder.finish()
+            path = self._save(metrics)  # before the evaluation, which may take long and must lose nothing
         if self.heldout is not None and not self.session.stop_agreed():
             self._evaluate_last(metrics)
         saver.wait()
@@ -235,8 +245,9 @@ class TrainingRun:
             set_learning_rate(optimizer, rate(step.number), config.optimizer.lr)  # a backward may step, too
             if self.noun == "tokens":
                 step.processed = self.samples.num_tokens(self.order.ids(self.position, self.global_batch))
-            step.run(model, self.loss_sum if self.evaluator.by_labels else self.parts.loss)
+            step.run(model, self.loss)
             result = step.update(optimizer, clip_norm=config.optimizer.clip_norm)
+            self.began = self.position
             self.position = min(self.position + self.global_batch, self.order.total or sys.maxsize)
             processed = result.tokens if step.processed is None else step.processed
             self.tokens, self.labels = self.tokens + processed, self.labels + result.tokens
@@ -283,6 +294,7 @@ class TrainingRun:
             labels=self.labels,
             **{"tokens_per_s" if of_tokens else "samples_per_s": per_second},
             time=time.time(),
+            **self.spikes.fields(result.loss, self.began),
             **({} if self.recorder is None else self.recorder.log_fields()),
         )
         share = window.labels / window.tokens if of_tokens and window.tokens else 1.0
@@ -388,7 +400,7 @@ class TrainingRun:
 
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if any; make all refusals before reading it."""
-        config, session, folder = self.config, self.session, folder_of(self.config.checkpoints)
+        config, folder = self.config, folder_of(self.config.checkpoints)
         path, earlier = resume.find(folder)
         if path is None:
             resume.refuse_lost(self.output, folder)
@@ -398,6 +410,11 @@ class TrainingRun:
                 f"train.output '{self.output}' contains a run already and checkpoint.resume is false; "
                 "choose another train.output, or set checkpoint.resume=true to resume"
             )
+        self.restore(path, earlier)
+
+    def restore(self, path: Folder, earlier: Folder | None) -> None:
+        """Load a checkpoint: weights, optimizer, generators and position; ``earlier`` is the one before it."""
+        config, session = self.config, self.session
         with resume.advice(path, earlier):
             manifest = exchange.together(lambda: read_manifest(path))
         with resume.reading_state(path):
@@ -438,10 +455,3 @@ class TrainingRun:
             self.reporter.log(f"resuming after step {manifest.step} of {self.total} from '{path}'")
             if changes:
                 self.reporter.log(f"changed since then: {'; '.join(changes)}")
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, base: float) -> None:
-    """Set every group's rate; groups with another initial rate than ``base`` keep the ratio."""
-    for group in optimizer.param_groups:
-        initial = group.setdefault("initial_lr", group["lr"])
-        group["lr"] = rate * (initial / base)

@@ -62,3 +62,9 @@ def logged_losses(path: Path) -> list[tuple[int, float]]:
     """Return the logged steps of a metrics file with their training loss; losses that are not finite are left out."""
     found = ((line["step"], line.get("loss")) for line in read_metrics(path))
     return [(step, loss) for step, loss in found if isinstance(loss, float) and math.isfinite(loss)]
+
+
+def logged_spikes(path: Path) -> list[dict[str, Any]]:
+    """Return the logged spikes of the loss: ``step``, ``loss``, ``median`` and ``samples`` of each replica."""
+    lines = (line for line in read_metrics(path) if "loss_spike" in line)
+    return [{"step": line["step"], "loss": line["loss"], **line["loss_spike"]} for line in lines]

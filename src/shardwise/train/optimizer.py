@@ -153,3 +153,10 @@ def learning_rate(table: OptimizerTable, total_steps: int) -> Callable[[int], fl
         return lowest + (table.lr - lowest) * left
 
     return rate
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float, base: float) -> None:
+    """Set every group's rate; groups with another initial rate than ``base`` keep the ratio."""
+    for group in optimizer.param_groups:
+        initial = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = rate * (initial / base)

@@ -23,6 +23,7 @@ class RunFile(StrEnum):
     LOCK = ".lock"
     HEARTBEATS = "watch"
     WATCH = "watch.json"
+    NONFINITE = "nonfinite.json"
 
 
 def replace_file(path: Path, text: str) -> None:

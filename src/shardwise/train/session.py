@@ -116,7 +116,7 @@ class Session:
     called when it changes, and ``at_close`` is unwound at the end. ``header`` is sent with each step's first message.
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
-    during the backward if the plan requests it.
+    during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
     """
 
     ranks: Ranks
@@ -136,6 +136,7 @@ class Session:
     header: list[StepHeader] = field(default_factory=list)
     at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
+    nonfinite_file: Path | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
     _windows: PassWindows | None = None
@@ -519,8 +520,7 @@ class Session:
             self._applied.engine.close()
         leave(self.ranks)
         self._applied = self._optimizer = self.in_backward = self._agreement = self._windows = None
-        self._trainable = []
-        self.observers, self.phase_watchers, self.header, self.reporter = [], [], [], None
+        self.observers, self.phase_watchers, self.header, self.reporter, self._trainable = [], [], [], None, []
 
     def check_forward(self) -> None:
         """Refuse a loss under DDP that did not come from the prepared model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ class TrainingSession(Protocol):
     micros_left: int
     scaler: torch.amp.GradScaler | None
     in_backward: InBackward | None
+    nonfinite_file: Path | None
 
     @property
     def phase(self) -> str:

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.control_message import refuse_gone
-from shardwise.errors import TrainingError, UserError
+from shardwise.errors import UserError
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
+from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
+from shardwise.train.nonfinite.replay_step import explained, random_state
 from shardwise.train.session_interface import TrainingSession
 
 _LOOKED_AT = 8  # parameters, for one with a gradient: under fsdp none may have it before the last micro batch
@@ -74,6 +76,7 @@ class Step:
     ``number`` counts from 1, ``tokens`` and ``batches`` are the labels and the micro batches in the full global batch,
     ``micros`` are this rank's. ``processed`` are the tokens of the full global batch, with or without a label; ``None``
     where only the labels are known. ``clip_norm`` is the argument of `update`, and ``result`` what it returns.
+    ``random_state``, ``losses`` and ``ran``, the arguments of `run`, are for a replay.
     """
 
     def __init__(
@@ -92,6 +95,13 @@ class Step:
         self._updated = False
         self.result: StepResult | None = None
         self.clip_norm: float | None = None
+        self.random_state = random_state(session.device)
+        self.losses: list[torch.Tensor] = []
+        self.ran: tuple[nn.Module, Callable[[Any, Any], torch.Tensor]] | None = None
+
+    def again(self) -> Step:
+        """Return the step anew, on the same micro batches."""
+        return Step(self._session, self.number, self.micros, self.tokens, self.batches)
 
     @property
     def micro(self) -> int:
@@ -150,6 +160,7 @@ class Step:
         session.meet_before_backward()
         session.agreement.begin_backward()
         self._backwards += 1
+        self.losses.append(loss_sum.detach())
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"
         try:
@@ -188,6 +199,7 @@ class Step:
             loss_fn: outputs and labels to the summed loss, 0-d.
         """
         session, pipeline = self._session, self._session.applied.pipeline
+        self.ran = model, loss_fn
         if pipeline is None:
             for micro in self:
                 self.backward(loss_fn(call(model, micro.inputs), micro.labels), count=micro.num_tokens)
@@ -219,8 +231,8 @@ class Step:
         """Clip by the global norm, step the optimizer (if the backward did not), clear gradients.
 
         Raises:
-            TrainingError: the loss or the norm is not a number (on CPU before the weights are changed; on a GPU the
-                caller sees it when it reads the result).
+            NonFiniteError: the loss or the norm is not a number, with its source (on CPU before the weights are
+                changed; on a GPU the caller sees it when it reads the result).
         """
         session = self._session
         if self._backwards != len(self.micros):
@@ -249,7 +261,8 @@ class Step:
         norm = session.clip(clip_norm) if clip_norm is not None and engine is None else None
         result = StepResult(self.number, self.tokens, self._loss_sum, norm)
         if session.device.type == "cpu":
-            check_finite(result, scaled=session.scaler is not None)
+            with explained(session, self):
+                check_finite(result, scaled=session.scaler is not None)
         session.phase = "optimizer"
         if engine is not None:
             result = self._updated_by(engine, clip_norm)
@@ -274,7 +287,7 @@ class Step:
         """Clip and update through an engine; the norm is known only afterwards.
 
         Raises:
-            TrainingError: the norm is not a number; the engine leaves the weights unchanged, or they are lost.
+            NonFiniteError: the norm is not a number; the engine leaves the weights unchanged, or they are lost.
         """
         found = engine.update(clip_norm)
         norm = torch.tensor(found, dtype=torch.float64)
@@ -321,7 +334,7 @@ def check_finite(result: StepResult, *, scaled: bool = False) -> None:
     """Stop at a non-finite loss or norm (an overflowing norm is normal under fp16 scaling).
 
     Raises:
-        TrainingError: with the step, the value and what usually helps.
+        NonFiniteError: with the step, the value and what usually helps.
     """
     wrong = None
     if result.tokens and not math.isfinite(result.loss):
@@ -329,7 +342,4 @@ def check_finite(result: StepResult, *, scaled: bool = False) -> None:
     elif not scaled and result.grad_norm is not None and not math.isfinite(result.grad_norm):
         wrong = f"the gradient norm is {result.grad_norm} (loss {result.loss:.4g})"
     if wrong:
-        raise TrainingError(
-            f"step {result.number}: {wrong}; the weights of the last good checkpoint are untouched. "
-            "Try a lower optimizer.lr, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
-        )
+        raise NonFiniteError(result.number, wrong)

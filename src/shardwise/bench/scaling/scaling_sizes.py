@@ -55,9 +55,8 @@ from shardwise.run.inspect_model import traced_profile
 from shardwise.run.job import Job, PreparedJob, prepare_job
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.train.config import Config
-from shardwise.train.loop import set_learning_rate
 from shardwise.train.loss import token_loss_sum
-from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.session import Session
 
 if TYPE_CHECKING:
