@@ -21,7 +21,7 @@ from shardwise.measure.step_time.timing import PHASES as PARTS
 from shardwise.watch import monitor
 from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_beat
 from shardwise.watch.monitor import Monitor
-from shardwise.watch.nodes import Nodes
+from shardwise.watch.nodes import FRESH_S, Nodes
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, tell_end
 from shardwise.watch.slow_rank import SlowRank
@@ -401,18 +401,20 @@ def test_a_long_silence_is_looked_at_less_and_less(tmp_path: Path) -> None:
 def test_a_node_is_silent_only_if_it_was_watched() -> None:
     store = torch.distributed.HashStore()
     first, second = Nodes(store, 2), Nodes(store, 2)
-    first.greet([0])
-    waiting = facts(0, call(5))
-    assert first.swap([waiting]) == [] and first.silent([waiting]) is None
-    second.greet([1])
-    assert first.swap([waiting]) == [] and first.silent([waiting]) == [1]
-    assert second.swap([facts(1)]) == []  # what was there before may be of long ago
-    first.swap([waiting])
-    assert second.swap([facts(1)]) == [waiting]
-    assert first.swap([waiting]) == [facts(1)] and first.silent([waiting, facts(1)]) == []
-    second.moving()
-    assert first.swap([facts(0, call(5))]) == []
-    assert judge([facts(0, call(5))], silent=None) is None
+    mine, other = facts(0, call(5)), facts(1)
+    assert first.still([mine]) == ([], None)  # nobody knows whether there is a second
+    second.moving([1])
+    assert first.still([mine]) == ([], None)
+    with mock.patch("time.monotonic", return_value=time.monotonic() + FRESH_S + 1):
+        assert first.still([mine]) == ([], [1])  # it has said nothing since
+    first.moving([0])
+    second.still([other])
+    first.still([mine])  # what was there before may be of long ago
+    assert second.still([other]) == ([mine], [])
+    assert first.still([mine]) == ([other], [])
+    second.moving([1])
+    assert first.still([mine]) == ([], None)
+    assert judge([mine], silent=None) is None
     found = judge([replace(facts(0, call(5)), unanswered=("10.0.0.2",))], silent=None)
     assert found is not None and "rank 0 waits in all_reduce(float [3])" in found.text
     assert found.text.endswith("nothing sent to 10.0.0.2 is acknowledged: a link is cut")

@@ -67,11 +67,11 @@ class Monitor:
         moving = [beat for beat in beats if beat.phase != "end"]
         if len(beats) < self.count or not moving:
             return []
-        if self.nodes is not None:
-            self.nodes.greet([beat.rank for beat in beats])
         quiet = min(now - beat.since_ns * 1e-9 for beat in moving)
         step = max(beat.step_ns for beat in beats) * 1e-9
         if quiet < QUIET_S + 2 * step:
+            if self.nodes is not None:
+                self.nodes.moving([beat.rank for beat in beats])
             return self._recovered(now)
         self._next = now + min(_LOOKS_S[1], max(_LOOKS_S[0], _LOOKS_SHARE * quiet))
         return self._look(beats, quiet, now)
@@ -114,8 +114,6 @@ class Monitor:
     def _recovered(self, now: float) -> list[str]:
         self._cpu.clear()
         self._seen = None
-        if self.nodes is not None:
-            self.nodes.moving()
         if self.verdict is None:
             return []
         lines = [f"the ranks go on after {seconds_text(now - self._named_at)}"]
@@ -127,8 +125,8 @@ class Monitor:
         facts = self._facts(beats, now)
         silent: list[int] | None = []
         if self.nodes is not None:
-            facts += self.nodes.swap(facts)
-            silent = self.nodes.silent(facts)
+            others, silent = self.nodes.still(facts)
+            facts += others
         found = judge(facts, silent)
         if found is None or not self._believes(found, facts, quiet):
             self._seen = None
@@ -167,7 +165,7 @@ class Monitor:
             return True
         blamed = [one for one in facts if one.rank in found.ranks]
         if found.reason is Reason.LINK:  # all have joined; so a large tensor over a slow link looks, too
-            return quiet > (BUSY_S if blamed else UNKNOWN_S) or any(one.unanswered for one in facts)
+            return not blamed or quiet > BUSY_S or any(one.unanswered for one in facts)
         longest = max(one.beat.longest_ns[b.beat.phase] for b in blamed for one in facts) * 1e-9
         if any(one.works for one in blamed):
             return quiet > (max(SLOW_S, 10 * _FACTOR * longest) if longest else BUSY_S)

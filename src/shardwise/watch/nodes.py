@@ -14,9 +14,19 @@ from typing import Any
 from shardwise.watch.rank_facts import RankFacts
 
 FRESH_S = 15.0
-"""Time for which another node's facts are believed; a monitor renews its own at least every 5 s."""
-_ANSWER_S, _AGAIN_S = 2.0, 5.0
+"""Time for which another node's facts are believed, and after which it is silent; monitors tell theirs every 5 s."""
+_ANSWER_S, _AGAIN_S, _ALIVE_S = 2.0, 5.0, 5.0
 _NODES = "nodes"
+
+
+@dataclass
+class _Node:
+    """What another node has told: its ``count`` rises with each time, since ``at`` it is the same."""
+
+    ranks: list[int]
+    count: int
+    at: float
+    facts: list[RankFacts] = field(default_factory=list)
 
 
 @dataclass
@@ -27,10 +37,10 @@ class Nodes:
     world_size: int
     _index: int | None = None
     _count: int = 0
-    _told: bool = False
+    _told_at: float = 0.0
+    _still: bool = False
     _ranks: list[int] = field(default_factory=list)
-    _watched: set[int] = field(default_factory=set)
-    _heard: dict[int, tuple[int, float, list[RankFacts]]] = field(default_factory=dict)
+    _others: dict[int, _Node] = field(default_factory=dict)
 
     @classmethod
     def connect(cls, address: str, port: int, run: str, world_size: int) -> Nodes:
@@ -54,55 +64,48 @@ class Nodes:
             else:
                 self.store = PrefixStore(f"shardwise/watch/{run}", store)
 
-    def swap(self, mine: Sequence[RankFacts]) -> list[RankFacts]:
-        """Tell the facts of this node's ranks, and return those of the other nodes that do not move either.
+    def moving(self, ranks: Sequence[int]) -> None:
+        """Tell, every few seconds, that there is a monitor of this node's ``ranks``, and that they move."""
+        if self._still:  # what the others have told counts for one silence
+            self._others.clear()
+        if self.store is None or (not self._still and time.monotonic() - self._told_at < _ALIVE_S):
+            return
+        self._still, self._ranks = False, list(ranks)
+        with contextlib.suppress(RuntimeError):
+            self._tell([])
 
-        A store that does not answer tells nothing.
+    def still(self, mine: Sequence[RankFacts]) -> tuple[list[RankFacts], list[int] | None]:
+        """Tell that this node's ranks do not move; return those of others that do not, and those of silent nodes.
+
+        The latter are ``None`` where ranks are neither: they move, or nothing is known of them.
         """
-        if self._index is not None:
+        self._still, self._ranks = True, [one.rank for one in mine]
+        if self.store is not None:
             with contextlib.suppress(RuntimeError, ValueError, KeyError, TypeError):
-                self._told = True
-                self._set([asdict(one) for one in mine])
+                self._tell([asdict(one) for one in mine])
                 self._listen()
         now = time.monotonic()
-        return [one for _, at, facts in self._heard.values() if now - at < FRESH_S for one in facts]
+        others = self._others.values()
+        heard = [one for node in others if now - node.at < FRESH_S for one in node.facts]
+        silent = sorted(rank for node in others if now - node.at >= FRESH_S for rank in node.ranks)
+        known = {*self._ranks, *silent, *(one.rank for one in heard)}
+        return heard, silent if len(known) == self.world_size else None
 
-    def moving(self) -> None:
-        """Tell that this node's ranks move, if the others were told that they do not."""
-        if self._told:
-            self._told = False
-            self._heard.clear()
-            with contextlib.suppress(RuntimeError):
-                self._set([])
-
-    def silent(self, heard: Sequence[RankFacts]) -> list[int] | None:
-        """Ranks of watched nodes that are not among those heard; ``None`` where a node has no monitor."""
-        if len(self._watched) < self.world_size:
-            return None
-        return sorted(self._watched - {one.rank for one in heard})
-
-    def greet(self, ranks: Sequence[int]) -> None:
-        """Tell that this node's ranks are watched."""
-        if self._index is None and self.store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._index = int(self.store.add(_NODES, 1)) - 1
-                self._ranks = list(ranks)
-                self._set([])
-
-    def _set(self, facts: list[dict[str, Any]]) -> None:
+    def _tell(self, facts: list[dict[str, Any]]) -> None:
+        if self._index is None:
+            self._index = int(self.store.add(_NODES, 1)) - 1
         self._count += 1
-        found = {"count": self._count, "ranks": self._ranks, "facts": facts}
-        self.store.set(str(self._index), json.dumps(found))
+        self._told_at = time.monotonic()
+        self.store.set(str(self._index), json.dumps({"count": self._count, "ranks": self._ranks, "facts": facts}))
 
     def _listen(self) -> None:
-        self._watched.update(self._ranks)
         for index in range(int(self.store.add(_NODES, 0))):
             if index == self._index or not self.store.check([str(index)]):
                 continue
             found = json.loads(self.store.get(str(index)))
-            self._watched.update(found["ranks"])
-            if index not in self._heard:  # it may be of long ago, and its node out of reach since
-                self._heard[index] = (found["count"], -FRESH_S, [])
-            elif self._heard[index][0] != found["count"]:
+            before = self._others.get(index)
+            if before is None:  # its facts may be of long ago, and its node out of reach since
+                self._others[index] = _Node(found["ranks"], found["count"], time.monotonic())
+            elif before.count != found["count"]:
                 facts = [RankFacts.from_dict(one) for one in found["facts"]]
-                self._heard[index] = (found["count"], time.monotonic(), facts)
+                self._others[index] = _Node(found["ranks"], found["count"], time.monotonic(), facts)
