@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.nodes import FRESH_S, Nodes
 from shardwise.watch.rank_facts import RankFacts
-from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, tell_end
+from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, _collectives, ask, tell_end
 from shardwise.watch.slow_rank import SlowRank
 from shardwise.watch.verdict import Reason, Verdict, judge
 from tests.cli.configs import ROOT, environment, losses, write_config
@@ -418,3 +419,30 @@ def test_a_node_is_silent_only_if_it_was_watched() -> None:
     found = judge([replace(facts(0, call(5)), unanswered=("10.0.0.2",))], silent=None)
     assert found is not None and "rank 0 waits in all_reduce(float [3])" in found.text
     assert found.text.endswith("nothing sent to 10.0.0.2 is acknowledged: a link is cut")
+
+
+def test_an_evaluation_moves_though_it_is_one_phase(tmp_path: Path) -> None:
+    """Its collectives go on: nobody hangs, however long it takes."""
+    one = Monitor(tmp_path, 2, tmp_path / "watch.json")
+    quiet = [
+        one._quiet([facts(0, call(number)), facts(1, call(number - 1))], quiet=now, now=now)
+        for number, now in ((5, 600.0), (9, 605.0), (9, 610.0), (9, 615.0), (10, 620.0))
+    ]
+    assert quiet == [600.0, 0.0, 5.0, 10.0, 0.0]
+
+
+def test_a_save_in_the_background_waits_for_itself_alone() -> None:
+    entry = {
+        "process_group": ["0", ""], "is_p2p": False, "collective_seq_id": 1, "profiling_name": "gloo:all_reduce",
+        "input_sizes": [[3]], "input_dtypes": ["Float"], "retired": False, "time_created_ns": 1,
+    }  # fmt: skip
+    done = threading.Event()
+    saver = threading.Thread(target=done.wait)
+    saver.start()
+    threads = [threading.main_thread().ident, saver.ident, 77]  # the last: one of a backward, which Python has not made
+    entries = [{**entry, "collective_seq_id": n, "thread_id": str(thread)} for n, thread in enumerate(threads)]
+    with mock.patch("torch._C._distributed_c10d._dump_fr_trace_json", return_value=json.dumps({"entries": entries})):
+        found = _collectives()
+    done.set()
+    saver.join()
+    assert [call.number for call in found] == [0, 2]

@@ -27,11 +27,12 @@ BUSY_S = 600.0
 SLOW_S = 20.0
 """Computation of a rank after which it is named, if its phase has taken far less before."""
 RECOVER_S = 120.0
-"""Time that a rank which does nothing has left after it was named; five times that if it waits for a disk or for data,
-and `BUSY_S` if it computes."""
+"""Time that a rank which does nothing has left after it was named; five times that if it waits for a disk or for data
+or does its own work between steps, and `BUSY_S` if it computes."""
 
 _POLL_S, _ANSWER_S = 0.25, 1.0
 _LOOKS_S, _LOOKS_SHARE = (0.5, 5.0), 0.1  # between two looks at ranks that do not move; share of their silence
+_BETWEEN = ("start", "other", "evaluation", "checkpoint")
 _FACTOR = 3.0  # a phase may take so often the longest time that it has taken
 _SLOWER = 5.0
 _WORKS = 0.05  # share of a core that counts as work
@@ -54,6 +55,8 @@ class Monitor:
     _cpu: dict[int, tuple[float, float]] = field(default_factory=dict)
     _seen: tuple[Reason, tuple[int, ...]] | None = None
     _named_at: float = 0.0
+    _newest: dict[int, int] = field(default_factory=dict)
+    _moved_at: float = float("-inf")
     _ended: tuple[int, ...] = ()
     _oom_kills: OomKills = field(default_factory=OomKills.now)
 
@@ -70,6 +73,7 @@ class Monitor:
         quiet = min(now - beat.since_ns * 1e-9 for beat in moving)
         step = max(beat.step_ns for beat in beats) * 1e-9
         if quiet < QUIET_S + 2 * step:
+            self._newest.clear()
             if self.nodes is not None:
                 self.nodes.moving([beat.rank for beat in beats])
             return self._recovered(now)
@@ -127,6 +131,9 @@ class Monitor:
         if self.nodes is not None:
             others, silent = self.nodes.still(facts)
             facts += others
+        quiet = self._quiet(facts, quiet, now)
+        if quiet < QUIET_S + 2 * max(beat.step_ns for beat in beats) * 1e-9:
+            return self._recovered(now)
         found = judge(facts, silent)
         if found is None or not self._believes(found, facts, quiet):
             self._seen = None
@@ -141,9 +148,18 @@ class Monitor:
             self._write({**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
         working = any(one.works for one in facts if one.rank in found.ranks)
-        patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW else 1.0)
+        between = any(one.beat.phase in _BETWEEN for one in facts if one.rank in found.ranks)
+        patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW or between else 1.0)
         self.ends = found.reason in CERTAIN or now - self._named_at > patience
         return [] if self.ends else lines
+
+    def _quiet(self, facts: list[RankFacts], quiet: float, now: float) -> float:
+        """Return how long no rank has begun a collective either: an evaluation's batches are one phase."""
+        newest = {one.rank: one.state.newest_ns for one in facts if one.state is not None}
+        if any(self._newest.get(rank, at) != at for rank, at in newest.items()):
+            self._moved_at = now
+        self._newest |= newest
+        return min(quiet, now - self._moved_at)
 
     def _facts(self, beats: list[Beat], now: float, answers: Mapping[int, RankState] | None = None) -> list[RankFacts]:
         if answers is None:

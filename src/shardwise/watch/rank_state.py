@@ -66,17 +66,27 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class RankState:
-    """Answer of a rank: the main thread's stack, innermost last, and the last collectives, oldest first."""
+    """Answer of a rank: the main thread's stack, innermost last, and the last collectives, oldest first.
+
+    ``cuda``: it computes on a GPU, whose collectives (NCCL's) are not among them.
+    """
 
     rank: int
     stack: tuple[Frame, ...] = ()
     collectives: tuple[CollectiveCall, ...] = field(default=())
+    cuda: bool = False
+
+    @property
+    def newest_ns(self) -> int:
+        """When the newest collective began."""
+        return max((call.created_ns for call in self.collectives), default=0)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> RankState:
         """Read what ``dataclasses.asdict`` has made of one, and JSON of that."""
         return cls(
             rank=found["rank"],
+            cuda=found["cuda"],
             stack=tuple(Frame(**one) for one in found["stack"]),
             collectives=tuple(
                 CollectiveCall(
@@ -149,6 +159,7 @@ class Responder:
             rank=self._rank,
             stack=tuple(Frame(one.filename, one.lineno or 0, one.name, one.line or "") for one in stack),
             collectives=_collectives(),
+            cuda="torch.cuda" in sys.modules and sys.modules["torch.cuda"].is_initialized(),
         )
 
 
@@ -201,10 +212,21 @@ def _collectives() -> tuple[CollectiveCall, ...]:
         return ()
     try:
         found = json.loads(dump(includeCollectives=True, onlyActive=False))
-        members = _members()
-        return tuple(_collective(one, members) for one in found.get("entries", ())[-_COLLECTIVES:])
+        members, background = _members(), _background()
+        mine = [one for one in found.get("entries", ()) if one.get("thread_id") not in background]
+        return tuple(_collective(one, members) for one in mine[-_COLLECTIVES:])
     except (RuntimeError, ValueError, KeyError, TypeError):
         return ()
+
+
+def _background() -> set[str]:
+    """Threads beside the one that trains, as the recorder names them: a save in the background waits for itself alone.
+
+    A backward's threads are not Python's, and stay.
+    """
+    main = threading.main_thread()
+    dummy = threading._DummyThread  # what Python makes of a thread that it has not started
+    return {str(one.ident) for one in threading.enumerate() if one is not main and not isinstance(one, dummy)}
 
 
 def _members() -> dict[str, tuple[int, ...]]:

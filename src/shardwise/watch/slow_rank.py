@@ -20,7 +20,6 @@ RECOVERED = 10
 """Steps in a row without waiting after which a slow rank is none."""
 WARM_UP = 3
 """First steps, which are not judged: they compile and allocate."""
-_KEPT = 1000
 _WORK = tuple(part for part in PHASES if part not in (*WAIT_PHASES, "slowest_rank", "pipeline"))
 
 
@@ -37,7 +36,8 @@ class SlowRank:
     _fine: int = 0
     _rank: int | None = None
     _named: int | None = None
-    _run: list[list[dict[str, float]]] = field(default_factory=list)
+    _steps: int = 0
+    _sums: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
     def attach(cls, attribution: Attribution, say: Callable[[str], None], report: Path) -> None:
@@ -57,12 +57,16 @@ class SlowRank:
                 self._recovered()
             return
         self._fine = 0
+        if late == self._named:
+            return
         if late != self._rank:
-            self._rank, self._run = late, []
-        self._run.append(list(seconds))
-        self._run = self._run[-_KEPT:]
-        spent = sum(sum(step[late][part] for part in PHASES) for step in self._run)
-        if self._named != late and len(self._run) >= STEPS and spent >= SECONDS:
+            self._rank, self._steps = late, 0
+            self._sums = [dict.fromkeys(PHASES, 0.0) for _ in seconds]
+        self._steps += 1
+        for sums, row in zip(self._sums, seconds, strict=True):
+            for part in PHASES:
+                sums[part] += row[part]
+        if self._steps >= STEPS and sum(self._sums[late].values()) >= SECONDS:
             self._named = late
             self._name(late)
 
@@ -70,20 +74,15 @@ class SlowRank:
         if self._named is not None:
             self.say(f"rank {self._named} is as fast as the others again")
         self._rank = self._named = None
-        self._run = []
 
     def _name(self, rank: int) -> None:
-        count = len(self._run)
-        means = [
-            {part: statistics.fmean(step[other][part] for step in self._run) for part in PHASES}
-            for other in range(len(self._run[0]))
-        ]
+        means = [{part: seconds / self._steps for part, seconds in row.items()} for row in self._sums]
         peers = [row for other, row in enumerate(means) if other != rank]
         more = {part: means[rank][part] - statistics.median(row[part] for row in peers) for part in _WORK}
         part = max(more, key=lambda one: more[one])
         step, waits = sum(means[rank].values()), statistics.median(row["slowest_rank"] for row in peers)
         text = (
-            f"rank {rank} is slow: in the last {count} steps the others waited for it {seconds_text(waits)} of "
+            f"rank {rank} is slow: in the last {self._steps} steps the others waited for it {seconds_text(waits)} of "
             f"{seconds_text(step)}; {NAMES[part]} takes it {seconds_text(means[rank][part])}, and them "
             f"{seconds_text(means[rank][part] - more[part])}"
         )

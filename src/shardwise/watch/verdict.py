@@ -211,6 +211,8 @@ def _held_up(
         Reason.DISK: f"{_verb(absent, 'waits')} for a disk",
         Reason.NATIVE: f"{_verb(absent, 'does')} not answer: native code holds the interpreter",
     }.get(reason, f"{_verb(absent, 'is')} in other code")
+    if reason is Reason.CODE and one.state is not None and one.state.cuda:
+        what += f", or {_verb(absent, 'waits')} for {'its' if len(absent) == 1 else 'their'} device,"
     line = "" if one.state is None else f" {_where(one)}"
     joined = "a send or a receive" if call is None else call.call
     return Verdict(
