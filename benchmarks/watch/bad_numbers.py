@@ -1,6 +1,6 @@
 """Plants NaN and inf in one place each, and holds what is said against it; times what a healthy step pays.
 
-``python -m benchmarks.watch.numbers --output benchmarks/watch``; raw results are kept.
+``python -m benchmarks.watch.bad_numbers --output benchmarks/watch``; raw results are kept.
 """
 
 from __future__ import annotations
