@@ -1,6 +1,6 @@
 """False alarms of the rule for loss spikes on healthy runs, and spoilt batches that it finds.
 
-``python -m benchmarks.watch.loss_spikes --output benchmarks/watch``; the losses are kept, so that another rule can be tried.
+``python -m benchmarks.watch.loss_spikes --output benchmarks/watch``; the losses are kept: another rule can be tried.
 """
 
 from __future__ import annotations

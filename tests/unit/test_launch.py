@@ -345,7 +345,10 @@ if host == "slow":
     print("done", flush=True)
     sys.exit(0)
 while True:  # runs until Ctrl-C comes over the terminal, or for ever
-    if select.select([0], [], [], 0.1)[0] and os.read(0, 1) == b"\\x03" and host != "deaf":
+    key = os.read(0, 1) if select.select([0], [], [], 0.1)[0] else None
+    if key == b"":  # nobody is there any more
+        sys.exit(4)
+    if key == b"\\x03" and host != "deaf":
         print("saved", flush=True)
         sys.exit(1)
 """

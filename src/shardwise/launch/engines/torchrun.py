@@ -94,21 +94,19 @@ def run_over_ssh(request: LaunchRequest, grace_s: float | None = None, *, to_std
         Interrupted: by Ctrl-C or SIGTERM.
     """
     hosts: Sequence[str] = request.options["hosts"]
-    nodes = [
-        subprocess.Popen([*SSH, host, torchrun_line(request, node)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, start_new_session=True)
-        for node, host in enumerate(hosts)
-    ]  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     width = max(map(len, hosts))
-    printers = [
-        threading.Thread(target=_forward, args=(node.stdout, f"{host:<{width}} | ", to_stderr), daemon=True)
-        for host, node in zip(hosts, nodes, strict=True)
-    ]
-    for printer in printers:
-        printer.start()
     grace = request.grace_s if grace_s is None else grace_s
+    nodes: list[subprocess.Popen[bytes]] = []
+    printers: list[threading.Thread] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # before the first node: none may be left alone
     try:
+        for number, host in enumerate(hosts):
+            command = [*SSH, host, torchrun_line(request, number)]
+            pipe, same = subprocess.PIPE, subprocess.STDOUT
+            nodes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=same, start_new_session=True))
+            prefix = f"{host:<{width}} | "
+            printers.append(threading.Thread(target=_forward, args=(nodes[-1].stdout, prefix, to_stderr), daemon=True))
+            printers[-1].start()
         failed = _first_failure(nodes, elastic=request.is_elastic)
         if failed is not None and any(node.poll() is None for node in nodes):
             print(f"shardwise: node {hosts[failed]} failed; the others have {grace:g} s to save", file=sys.stderr)
