@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.errors import PlanError, UserError
+from shardwise.observation import observer as observer_module
 from shardwise.observation.expectation import Expectation, of_strategy
 from shardwise.observation.expected_settings import expectation_of, of_training_arguments
 from shardwise.observation.loop_facts import BufferFacts, LoopFacts, ParameterFacts
@@ -140,6 +141,29 @@ def test_data_that_repeats_itself_is_reported() -> None:
     assert line("samples across ranks", "ddp", facts(0, **again), facts(1, **again))[1] is None
 
 
+def test_an_input_that_one_rank_forwards_twice_is_one_sample() -> None:
+    """As R-Drop, SimCSE and SAM do."""
+    twice = {"samples": ("x", "x")}
+    receipt = loop_receipt(expectation_of("ddp", {}), (facts(0, **twice), facts(1)))
+    found = next(one for one in receipt.lines if one.name == "samples across ranks")
+    assert (found.planned, found.found, found.ok) == ("2 distinct inputs of the model", "2 distinct", True)
+    assert line("samples across ranks", "ddp", facts(0, **twice), facts(1, **twice)) == (
+        "1 distinct; the same on ranks 0, 1",
+        False,
+    )
+
+
+def test_copies_and_the_optimizer_are_judged_with_a_strategy_alone() -> None:
+    """Local SGD and groups left out of the optimizer may be meant."""
+    own = facts(1, parameters=(parameter("a", norm=2.0, bits=8), parameter("b", held=0)))
+    names = {"gradients across ranks", "weights across ranks", "held by the optimizer"}
+    assert false_lines("ddp", facts(0), own) == names
+    lines = [one for one in loop_receipt(Expectation(), (facts(0), own)).lines if one.name in names]
+    assert {(one.name, one.planned, one.ok) for one in lines} == {(name, "not stated", None) for name in names}
+    right = loop_receipt(Expectation(), (facts(0), facts(1))).lines
+    assert {one.ok for one in right if one.name in names} == {None}
+
+
 def test_buffers_that_ddp_sends_may_differ_between_forwards() -> None:
     def rank(number: int, sent: bool) -> LoopFacts:
         return facts(number, buffers=(BufferFacts(name="mean", bits=number, sent=sent),))
@@ -175,6 +199,51 @@ def test_one_process_without_ranks() -> None:
     assert receipts == [observer.receipt]
     assert [one.name for one in receipts[0].lines if one.ok is False] == ["gradient norm"]
     assert not optimizer._optimizer_step_post_hooks and not model._forward_hooks
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_observer_whose_step_never_comes_gives_up(
+    steps: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observer_module, "_MOST_FORWARDS", 5)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer = shardwise.observe(model, optimizer)
+    with torch.no_grad():
+        for _ in range(9):
+            model(torch.randn(3, 4))  # evaluation first
+    for _ in range(steps):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    for _ in range(5):
+        model(torch.randn(3, 4))
+    assert model._forward_pre_hooks and not caplog.records
+    for _ in range(3):
+        model(torch.randn(3, 4))
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    (record,) = caplog.records
+    assert f"step {steps + 1} of SGD did not come in 5 forwards" in record.getMessage()
+    assert "give observe the optimizer that the loop steps" in record.getMessage()
+    assert observer.receipt is None
+
+
+def test_a_callback_used_again_removes_what_a_failed_training_left() -> None:
+    pytest.importorskip("transformers")
+    from shardwise.integrations.transformers import ReceiptCallback
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    callback = ReceiptCallback(expect="ddp")
+    for _ in range(2):
+        callback.on_train_begin(arguments(), None, None, model=model, optimizer=optimizer)
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        assert len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) == 1
+    callback.on_train_end(arguments(), None, None)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not model._forward_pre_hooks
 
 
 def test_all_impossible_settings_are_named_at_once() -> None:

@@ -370,7 +370,9 @@ def test_no_alarm_when_all_is_right() -> None:
     found = run_each(run_clean, 2, [(name,) for name in CLEAN], timeout_s=170)
     alarms = {name: ranks[0][0] for name, ranks in zip(CLEAN, found, strict=True) if ranks[0][0]}
     assert not alarms
-    assert all(ranks[0][1] >= 6 for ranks in found)  # lines that were judged
+    counts = {name: ranks[0][1] for name, ranks in zip(CLEAN, found, strict=True)}  # of lines that were judged
+    assert 3 <= counts.pop("nothing expected") <= 5
+    assert min(counts.values()) >= 6
     assert all(ranks[0] == ranks[1] for ranks in found)
 
 

@@ -44,6 +44,7 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to observe the prepared model and optimizer."""
+        self._detach()  # of a training that failed: the Trainer has no event for it
         if getattr(args, "torch_compile", False):  # the Trainer hides the compiled model around the one that it gives
             _LOG.warning("ReceiptCallback: no receipt, as torch_compile=True compiles the model with its hooks")
             return
@@ -65,5 +66,8 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Remove what is left of a training of fewer than two steps."""
+        self._detach()
+
+    def _detach(self) -> None:
         if self._observer is not None:
             self._observer.detach()

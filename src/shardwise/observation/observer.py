@@ -28,13 +28,15 @@ from shardwise.report.terminal import print_receipt
 _LOG = logging.getLogger("shardwise")
 OnDifference = Literal["report", "error"]
 _OBSERVED_STEP = 2  # the first one still allocates, and DDP orders its buckets in it
+_MOST_FORWARDS = 1000  # without the step that is awaited: each has its inputs hashed
 _PATIENCE_S = 300.0  # for a rank that does not come to the second step
 
 
 class LoopObserver:
     """Observer of a loop; ``receipt`` is there after the second optimizer step, ``None`` before.
 
-    As a context manager, or until `detach`, which it calls itself with the receipt.
+    As a context manager, or until `detach`, which it calls itself with the receipt, or after 1,000 forwards without the
+    step that is awaited.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class LoopObserver:
         self._tied = tied_groups(root)
         self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
         self._on_receipt, self._on_difference = on_receipt, on_difference
-        self._steps = 0
+        self._steps = self._forwards = 0
         self._earlier: list[str] = []
         self._trace.attach()
-        self._hook = optimizers[-1].register_step_post_hook(self._after_step)
+        self._hooks: list[Any] = [
+            root.register_forward_pre_hook(self._before_forward),
+            optimizers[-1].register_step_post_hook(self._after_step),
+        ]
 
     def __enter__(self) -> LoopObserver:
         return self
@@ -68,16 +73,33 @@ class LoopObserver:
         if self._trace is None:
             return
         self._trace.stop()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._trace = None
         if self._ranks is not None:
             leave(self._ranks)
+
+    def _before_forward(self, *_: Any) -> None:
+        """Give up where the step that is awaited does not come: of an optimizer never stepped, or after an error."""
+        recomputes = torch._C._current_graph_task_id() != -1
+        if self._trace is None or recomputes or not (self._steps or torch.is_grad_enabled()):
+            return  # evaluation before the first step costs nothing
+        self._forwards += 1
+        if self._forwards <= _MOST_FORWARDS:
+            return
+        if self._is_main:
+            _LOG.warning(
+                f"observe: no receipt, as step {self._steps + 1} of {type(self._trace.optimizers[-1]).__name__} did "
+                f"not come in {_MOST_FORWARDS} forwards of the model, and step {_OBSERVED_STEP} has the receipt; give "
+                "observe the optimizer that the loop steps"
+            )
+        self.detach()
 
     def _after_step(self, *_: Any) -> None:
         trace = self._trace
         if trace is None:
             return
-        self._steps += 1
+        self._steps, self._forwards = self._steps + 1, 0
         if self._steps < _OBSERVED_STEP:
             self._earlier = trace.samples
             trace.forwards = trace.bypassed = 0
@@ -139,6 +161,8 @@ def observe(
     """Observe two optimizer steps of any training loop, print a receipt on rank 0, and detach.
 
     Call it on every rank, after the model is wrapped and before the first step. Hooks read; they change nothing.
+    Use it in a ``with`` where the loop may end or fail before its second step: what records operators stays on the
+    thread otherwise, for up to 1,000 forwards of the model.
 
     Args:
         model: as the loop calls it: plain, inside DDP or FSDP, compiled, or from ``Accelerator.prepare``.

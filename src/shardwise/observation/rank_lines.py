@@ -10,6 +10,7 @@ from shardwise.observation.loop_facts import LoopFacts, ParameterFacts
 from shardwise.observation.setup_lines import UNSTATED, names_text
 from shardwise.receipts.receipt import Line
 
+_EQUAL = "equal on ranks with the same part"
 _ROUNDING = 1e-6  # largest relative difference of norms of equal gradients
 _FACTOR = 1e-3  # largest relative difference of the factors by which ranks scale their gradients
 _CLIPPED = 1e-2  # largest excess of a clipped norm, in bf16
@@ -20,24 +21,24 @@ def rank_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[Li
     several = len(ranks) > 1
     if several:
         yield _sample_line(ranks)
-        yield _gradient_line(ranks)
+        yield _gradient_line(expected, ranks)
         yield from _factor_line(ranks)
     yield from _norm_line(expected, ranks)
     if several:
-        yield _weight_line(ranks)
+        yield _weight_line(expected, ranks)
         yield from _buffer_lines(ranks)
 
 
 def _sample_line(ranks: Sequence[LoopFacts]) -> Line:
     holders: dict[str, list[int]] = {}
     for facts in ranks:
-        for digest in facts.samples:
+        for digest in dict.fromkeys(facts.samples):  # SimCSE, R-Drop and SAM forward one input twice
             holders.setdefault(digest, []).append(facts.rank)
-    total = sum(len(facts.samples) for facts in ranks)
+    total = sum(len(owners) for owners in holders.values())
     planned = f"{total} distinct inputs of the model"
     if not total:
         return Line(name="samples across ranks", planned=planned, found="unknown: no input tensor was seen", ok=None)
-    twice = [sorted(set(owners)) for owners in holders.values() if len(owners) > 1]
+    twice = [sorted(owners) for owners in holders.values() if len(owners) > 1]
     found = f"{len(holders)} distinct"
     found += f"; the same on ranks {', '.join(map(str, twice[0]))}" if twice else ""
     repeats = any(set(facts.samples) & set(facts.earlier) for facts in ranks)
@@ -55,8 +56,9 @@ def _copies(ranks: Sequence[LoopFacts]) -> Iterator[list[tuple[int, ParameterFac
     yield from (owners for owners in parts.values() if len(owners) > 1)
 
 
-def _gradient_line(ranks: Sequence[LoopFacts]) -> Line:
-    planned = "equal on ranks with the same part"
+def _gradient_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
+    judged = expected.strategy is not None
+    planned = _EQUAL if judged else UNSTATED
     apart, compared = [], 0
     for owners in _copies(ranks):
         norms = [p.norm for _, p in owners]
@@ -68,10 +70,12 @@ def _gradient_line(ranks: Sequence[LoopFacts]) -> Line:
             apart.append(owners)
     if not apart:
         nothing = "no gradient was seen on two ranks" if not compared else f"{compared} equal"
-        return Line(name="gradients across ranks", planned=planned, found=nothing, ok=True if compared else None)
+        return Line(
+            name="gradients across ranks", planned=planned, found=nothing, ok=True if judged and compared else None
+        )
     ends = ", ".join("none" if p.norm is None else f"{p.norm:.6g}" for _, p in apart[0][:2])
     found = f"{len(apart)} of {compared} differ: {names_text([owners[0][1].name for owners in apart])} (norms {ends})"
-    return Line(name="gradients across ranks", planned=planned, found=found, ok=False)
+    return Line(name="gradients across ranks", planned=planned, found=found, ok=False if judged else None)
 
 
 def _close(norms: Sequence[float]) -> bool:
@@ -109,8 +113,9 @@ def _norm_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[Li
     yield Line(name="gradient norm", planned=planned, found=f"{norm:.6g}", ok=ok)
 
 
-def _weight_line(ranks: Sequence[LoopFacts]) -> Line:
-    planned = "equal on ranks with the same part"
+def _weight_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
+    judged = expected.strategy is not None
+    planned = _EQUAL if judged else UNSTATED
     copies = [owners for owners in _copies(ranks) if all(p.bits is not None for _, p in owners)]
     apart = [owners[0][1].name for owners in copies if len({p.bits for _, p in owners}) > 1]
     if not copies:
@@ -118,7 +123,7 @@ def _weight_line(ranks: Sequence[LoopFacts]) -> Line:
     found = (
         f"{len(apart)} of {len(copies)} differ: {names_text(apart)}" if apart else f"{len(copies)} equal, bit by bit"
     )
-    return Line(name="weights across ranks", planned=planned, found=found, ok=not apart)
+    return Line(name="weights across ranks", planned=planned, found=found, ok=not apart if judged else None)
 
 
 def _buffer_lines(ranks: Sequence[LoopFacts]) -> Iterator[Line]:

@@ -20,7 +20,7 @@ def setup_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
     yield _wrapper_line(expected, ranks)
     yield _sharding_line(expected, ranks)
     yield from _reshard_line(expected, ranks)
-    yield _held_line(ranks)
+    yield _held_line(expected, ranks)
     yield _state_line(expected, ranks)
     yield from _dtype_lines(expected, ranks)
     yield _micro_line(expected, ranks)
@@ -117,7 +117,9 @@ def _reshard_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator
     yield one_of_each("resharded after forward", planned, ranks, judge)
 
 
-def _held_line(ranks: Sequence[LoopFacts]) -> Line:
+def _held_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
+    judged = expected.strategy is not None
+
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
         missing = [p.name for p in facts.trained if p.held == 0]
         twice = [p.name for p in facts.trained if p.held > 1]
@@ -127,9 +129,9 @@ def _held_line(ranks: Sequence[LoopFacts]) -> Line:
         text += f"; {facts.foreign} tensors that the model does not have" if facts.foreign else ""
         stale = bool(facts.foreign and missing)  # built before the model was sharded
         text += " (built before the model was wrapped?)" if stale else ""
-        return text, not missing and not twice
+        return text, not (missing or twice) if judged else None
 
-    return one_of_each("held by the optimizer", "each trainable parameter once", ranks, judge)
+    return one_of_each("held by the optimizer", "each trainable parameter once" if judged else UNSTATED, ranks, judge)
 
 
 def _state_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
