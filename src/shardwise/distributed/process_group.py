@@ -182,6 +182,12 @@ def _registered(group: dist.ProcessGroup | None) -> bool:
 
 
 @functools.cache
+def drain_at_exit() -> None:
+    """Let gloo's threads release what they hold of Python before the interpreter ends: see `_drain_gloo_threads`."""
+    atexit.register(_drain_gloo_threads)
+
+
+@functools.cache
 def _leave_rest_at_exit() -> None:
     atexit.register(_leave_rest)
 

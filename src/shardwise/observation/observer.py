@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.distributed.process_group import Ranks, gather_ints, gather_text, join, leave
+from shardwise.distributed.process_group import Ranks, drain_at_exit, gather_ints, gather_text, join, leave
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
 from shardwise.observation.expectation import Expectation, Precision
@@ -212,4 +212,5 @@ def _control() -> Ranks | None:
     """Create a group for messages about the loop; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    drain_at_exit()  # the loop may end with the step after, and destroys its groups itself
     return join("cpu")
