@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.train.nonfinite.choose_source import Column, ReplayFacts, choose
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource
-from shardwise.train.nonfinite.nonfinite_hooks import NonFiniteEvent
+from shardwise.train.nonfinite.nonfinite_hooks import NonFiniteEvent, Recorder, _rows_of_loss
 from shardwise.train.nonfinite.tensor_values import is_overflow, non_finite
+from shardwise.train.session_interface import TrainingSession
 
 
 def event(module: str, order: int, *, micro: int = 1, kind: str = "forward", **more: Any) -> NonFiniteEvent:
@@ -67,6 +70,16 @@ def test_data_and_weights_come_before_what_they_spoil() -> None:
     assert found.reason == "forward"  # a frozen weight that nothing uses
 
 
+def test_a_column_that_healthy_micro_batches_have_is_not_the_source() -> None:
+    columns = tuple(Column(micro=micro, name="weight", value="nan", rows=(0,), batch_rows=2) for micro in (1, 2))
+    event_2 = (event("a", 3, micro=2),)
+    both = ReplayFacts(events=event_2, columns=columns, finite_losses={1: True, 2: False})
+    assert chosen(both).reason == "forward"
+    assert chosen(both.model_copy(update={"finite_losses": {1: False}})).reason == "data"
+    spoilt = both.model_copy(update={"finite_losses": {}, "weights": {"a.weight": "nan"}})
+    assert chosen(spoilt).reason == "weight"
+
+
 @pytest.mark.parametrize(
     ("shape", "bad", "batch", "rows"),
     [
@@ -117,3 +130,32 @@ def test_the_message_has_place_source_and_fix() -> None:
         "All that is known is in runs/a/nonfinite.json.",
     ]
     assert str(NonFiniteError(7, "the loss is nan")).endswith("smaller optimizer.clip_norm")
+
+
+def test_a_loss_with_a_collective_is_not_called_by_one_rank_alone() -> None:
+    def gathered(outputs: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+        dist.all_reduce(outputs.clone(), group=group)
+        return (outputs - labels).sum()
+
+    outputs, labels = torch.tensor([1.0, torch.nan]), torch.zeros(2)
+    assert _rows_of_loss(lambda one, other: (one - other).sum(), outputs, labels, 2) == (1,)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for group in (None, dist.new_group([0])):
+            assert _rows_of_loss(partial(gathered, group=group), outputs, labels, 2) is None
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_hook_that_fails_ends_the_recording_and_not_the_model() -> None:
+    def hook() -> None:
+        calls.append(1)
+        raise KeyError("a name")
+
+    calls: list[int] = []
+    recorder = Recorder(cast(TrainingSession, None), lambda: 1)
+    safe = recorder._safe(hook)
+    safe()
+    safe()
+    assert (len(calls), recorder.failure) == (1, "the replay could not watch every module: KeyError: 'a name'")

@@ -116,6 +116,30 @@ def test_a_healthy_run_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPat
     assert torch.equal(state, same)
 
 
+def test_a_model_that_the_replay_cannot_call_leaves_the_error_as_it_is(tmp_path: Path) -> None:
+    class Scaled(Model):
+        def forward(self, ids: torch.Tensor, pixels: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+            assert scale is not None, "a scale is needed"
+            return super().forward(ids, pixels) * scale
+
+    session = start("ddp", grad_accum=1, receipts=False, output=tmp_path)
+    session.observers = [one for one in session.observers if not isinstance(one, LoopRecorder)]
+    try:
+        model = Scaled("", 1)
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
+            for step in session.steps(batches_of(Place("", "ddp", "", "", world=1, accum=1, batch=-1))):
+                for micro in step:
+                    step.backward(summed(model(**micro.inputs, scale=float("nan")), micro.labels))
+                step.update(optimizer, clip_norm=1.0)
+    finally:
+        session.close()
+    assert caught.value.source is not None
+    note = "the replay could not call the model: AssertionError: a scale is needed"
+    assert caught.value.source.note.startswith(note)
+    assert json.loads((tmp_path / RunFile.NONFINITE).read_text())["problem"] == "the loss is nan"
+
+
 def one_rank_alone() -> str:
     """Rank 1 finds a number in step 1 that rank 0 does not."""
     honest, patch = step_module.check_finite, pytest.MonkeyPatch()

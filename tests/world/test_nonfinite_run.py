@@ -14,6 +14,7 @@ import shardwise.train.step as step_module
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from shardwise.train.metrics import read_metrics
+from shardwise.train.nonfinite import replay_run
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.run_files import RunFile
 from tests.cli import configs
@@ -113,6 +114,25 @@ def test_a_loss_spike_is_logged_with_the_samples_of_its_step(tmp_path: Path) -> 
     assert list(spikes) == [24]
     assert spikes[24]["samples"] == [list(range(BATCH * 23, BATCH * 24))]
     assert spikes[24]["median"] == pytest.approx(5.7, abs=0.5)
+
+
+def bounded(text: str, name: str, limit: float) -> dict[str, Any]:
+    """The run with a bound of the search set to ``limit``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay_run, name, limit)
+        return run_here(text, late=True)
+
+
+def test_a_search_for_what_was_noticed_late_has_bounds(tmp_path: Path) -> None:
+    bounds = {
+        "_MOST_STEPS": (0, "not searched: 1 steps lie between the newest checkpoint and this one"),
+        "_MOST_S": (-1.0, "not searched from step 3 on"),
+    }
+    calls = [(job_of(tmp_path / name, "log", "ddp", LATE), name, limit) for name, (limit, _) in bounds.items()]
+    for (_, note), (main, other) in zip(bounds.values(), run_each(bounded, 2, calls), strict=True):
+        assert note in main["source"]["note"]
+        assert main["text"] == other["text"]
+        assert any("nan" in line for line in main["said"])  # before the search
 
 
 def test_the_loop_of_train_names_the_sample(tmp_path: Path) -> None:

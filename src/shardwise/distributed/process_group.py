@@ -281,7 +281,7 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
     text, failure = "", None
     if ranks.is_main:
         try:
-            with _no_process_group():
+            with no_process_group():
                 text = prepare()
         except ShardwiseError as error:
             failure = error
@@ -296,7 +296,7 @@ def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str
 
 
 @contextlib.contextmanager
-def _no_process_group() -> Iterator[None]:
+def no_process_group() -> Iterator[None]:
     """Inside, ``torch.distributed`` is as if it were not initialised."""
     group = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None

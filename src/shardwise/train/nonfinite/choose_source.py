@@ -67,20 +67,22 @@ def choose(facts: Sequence[ReplayFacts], plan: Plan, step: int, micro_batches: i
         return _without_event(facts, weights, step)
     first = seen[0]
     event = first.event
-    column = next((one for one in facts[first.rank].columns if one.micro == event.micro), None)
+    usual = _usual_columns(facts, plan, scaled=scaled)
+    columns = (one for one in facts[first.rank].columns if one.micro == event.micro)
+    column = next((one for one in columns if (one.name, one.value) not in usual), None)
     outputs = (one.event for one in seen if one.event.kind != "input" and one.event.operation is None)
     module = next(outputs, event).module
-    if column is not None:
-        source = _placed("data", first, facts, micro_batches, step)
-        return source.model_copy(
-            update={"module": module, "column": column.name, "value": column.value, "rows": column.rows}
-        )
-    spoilt = [name for name in weights if _owns(event.module, name)]
+    spoilt = [name for name in weights if _owns(event.module or module, name)]
     if spoilt and event.kind != "loss":
         source = _placed("weight", first, facts, micro_batches, step)
         holders = tuple(rank for rank, one in enumerate(facts) if set(spoilt) & set(one.weights))
         found = {"parameters": tuple(spoilt), "value": weights[spoilt[0]], "rank": holders[0], "ranks": holders}
         return source.model_copy(update=found)
+    if column is not None:
+        source = _placed("data", first, facts, micro_batches, step)
+        return source.model_copy(
+            update={"module": module, "column": column.name, "value": column.value, "rows": column.rows}
+        )
     if event.kind in ("forward", "input"):
         return _placed("overflow" if event.overflow else "forward", first, facts, micro_batches, step)
     return _placed("loss" if event.kind == "loss" else "backward", first, facts, micro_batches, step)
@@ -92,13 +94,7 @@ def _unhealthy(facts: Sequence[ReplayFacts], plan: Plan, *, scaled: bool) -> Ite
     A softmax over a fully masked row, which nothing reads, is not finite in every healthy step.
     """
     replicas = [plan.dims.place(rank).dp for rank in range(len(facts))]
-    finite: dict[tuple[int, int], bool] = {}
-    for replica, one in zip(replicas, facts, strict=True):
-        for micro, good in one.finite_losses.items():
-            finite[replica, micro] = finite.get((replica, micro), True) and good
-        for event in one.events if not scaled else ():
-            if event.kind == "backward":
-                finite[replica, event.micro] = False
+    finite = _finite(facts, replicas, scaled=scaled)
     normal = {
         (event.kind, event.module, event.operation)
         for replica, one in zip(replicas, facts, strict=True)
@@ -111,6 +107,30 @@ def _unhealthy(facts: Sequence[ReplayFacts], plan: Plan, *, scaled: bool) -> Ite
                 continue
             if (event.kind, event.module, event.operation) not in normal:
                 yield _Seen(rank, event)
+
+
+def _finite(facts: Sequence[ReplayFacts], replicas: Sequence[int], *, scaled: bool) -> dict[tuple[int, int], bool]:
+    """Return which micro batches of which replicas had a finite loss and gradient."""
+    finite: dict[tuple[int, int], bool] = {}
+    for replica, one in zip(replicas, facts, strict=True):
+        for micro, good in one.finite_losses.items():
+            finite[replica, micro] = finite.get((replica, micro), True) and good
+        for event in one.events if not scaled else ():
+            if event.kind == "backward":
+                finite[replica, event.micro] = False
+    return finite
+
+
+def _usual_columns(facts: Sequence[ReplayFacts], plan: Plan, *, scaled: bool) -> set[tuple[str, str]]:
+    """Return name and value of columns that a micro batch with a finite loss and gradient has as well."""
+    replicas = [plan.dims.place(rank).dp for rank in range(len(facts))]
+    finite = _finite(facts, replicas, scaled=scaled)
+    return {
+        (column.name, column.value)
+        for replica, one in zip(replicas, facts, strict=True)
+        for column in one.columns
+        if finite.get((replica, column.micro), False)
+    }
 
 
 def _placed(reason: str, first: _Seen, facts: Sequence[ReplayFacts], micro_batches: int, step: int) -> NonFiniteSource:

@@ -13,7 +13,9 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.distributed.process_group import no_process_group
 from shardwise.model.read import STAGE, clean_name
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.pipeline_parallel.stage_module import Absent
@@ -61,12 +63,17 @@ class _Frame:
 
 @dataclass
 class Recorder:
-    """Context that records events while the model runs. ``micro`` tells the micro batch outside of a pipeline."""
+    """Context that records events while the model runs. ``micro`` tells the micro batch outside of a pipeline.
+
+    A hook that fails records nothing more and sets ``failure``: an error on this rank alone would leave the others in
+    a collective.
+    """
 
     session: TrainingSession
     micro: Callable[[], int]
     events: list[NonFiniteEvent] = field(default_factory=list)
     finite_losses: dict[int, bool] = field(default_factory=dict)
+    failure: str = ""
     _stack: list[_Frame] = field(default_factory=list)
     _spans: list[tuple[int, int, _Frame]] = field(default_factory=list)
     _calls: dict[int, int] = field(default_factory=dict)
@@ -82,9 +89,9 @@ class Recorder:
                 continue
             stage = int(raw.removeprefix(STAGE).partition(".")[0]) if pipeline else 0
             name = clean_name(raw) if "." in raw or not pipeline else ""
-            before = self._before(name, stage)
+            before, after = self._safe(self._before(name, stage)), self._safe(self._after(name))
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,13 +101,25 @@ class Recorder:
         self._spans.clear()
         self._previous = None
 
+    def _safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def safe(*args: Any) -> None:
+            if self.failure:
+                return
+            try:
+                hook(*args)
+            except Exception as error:
+                text = " ".join(str(error).split())
+                self.failure = f"the replay could not watch every module: {type(error).__name__}: {text:.200}"
+
+        return safe
+
     def loss_of(self, loss_fn: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
         """Return ``loss_fn`` with its result recorded."""
 
         def watched(outputs: Any, labels: Any) -> torch.Tensor:
             start = _sequence()
             loss = loss_fn(outputs, labels)
-            self.on_loss(loss, outputs, labels, loss_fn, start)
+            self._safe(self.on_loss)(loss, outputs, labels, loss_fn, start)
             return loss
 
         return watched
@@ -209,7 +228,7 @@ class Recorder:
     def _watch(self, outputs: Any, frame: _Frame) -> None:
         """Watch every node of the graph that has made ``outputs``."""
         for node in self._nodes(outputs):
-            node.register_hook(self._on_node(node.name(), node._sequence_nr(), frame))
+            node.register_hook(self._safe(self._on_node(node.name(), node._sequence_nr(), frame)))
 
     def _nodes(self, outputs: Any) -> Iterator[Any]:
         leaves = (leaf for leaf in _pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
@@ -258,6 +277,15 @@ def _is_mask(output: Any) -> bool:
     return torch.is_grad_enabled() and not any(leaf.requires_grad for leaf in leaves)
 
 
+class _NoCollective(TorchDispatchMode):
+    """Refuse collectives of any process group."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} is a collective, which no other rank joins")
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def _rows_of_loss(loss_fn: Any, outputs: Any, labels: Any, batch: int | None) -> tuple[int, ...] | None:
     """Return the samples whose own loss is not finite; ``None`` if it cannot be computed for one sample."""
@@ -274,8 +302,9 @@ def _rows_of_loss(loss_fn: Any, outputs: Any, labels: Any, batch: int | None) ->
             return tensor
 
         try:
-            loss = loss_fn(*_pytree.tree_map_only(torch.Tensor, one, (outputs, labels)))
-        except Exception:  # the user's function may need the full micro batch
+            with no_process_group(), _NoCollective():  # this rank is alone here
+                loss = loss_fn(*_pytree.tree_map_only(torch.Tensor, one, (outputs, labels)))
+        except Exception:  # the user's function may need the full micro batch, or other ranks
             return None
         if parts[0] < 2:
             return None

@@ -7,6 +7,7 @@ that no norm has checked), the steps since that checkpoint run again.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch import nn
 
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
-from shardwise.errors import ShardwiseError
+from shardwise.distributed.process_group import gather_ints
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.average import WeightAverage
@@ -34,6 +35,13 @@ from shardwise.train.run_interface import Reporter
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.train.training_parts import TrainingParts
+
+_MOST_STEPS = 200  # that a search runs again
+_MOST_S = 600.0
+
+
+class _Late(Exception):
+    """The search has taken too long."""
 
 
 class ReplayableRun(Protocol):
@@ -69,14 +77,25 @@ def naming_the_source(run: ReplayableRun, model: nn.Module) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        known = _known(run, error) if error.source is None else _with_samples(run, error.source)
+        try:
+            known = _known(run, error) if error.source is None else _with_samples(run, error.source)
+        except Exception:  # others are gone, or memory is short
+            raise error from None
+        named = _written(run, error, known)
         if known.reason in ("weight", "update", "not replayed"):
-            known = _searched(run, model, error.step, known)
-        file = run.output / RunFile.NONFINITE
-        named = NonFiniteError(error.step, error.problem, known, str(file))
-        if run.session.ranks.is_main:
-            named.write(file)
+            if run.session.ranks.is_main:
+                run.reporter.log(str(named))  # before the search, which may not end
+            named = _written(run, error, _searched(run, model, error.step, known))
         raise named from None
+
+
+def _written(run: ReplayableRun, error: NonFiniteError, source: NonFiniteSource) -> NonFiniteError:
+    """Return the error with its source, as it is in the run's folder."""
+    file = run.output / RunFile.NONFINITE
+    named = NonFiniteError(error.step, error.problem, source, str(file))
+    if run.session.ranks.is_main:
+        named.write(file)
+    return named
 
 
 def _known(run: ReplayableRun, error: NonFiniteError) -> NonFiniteSource:
@@ -99,9 +118,14 @@ def _searched(run: ReplayableRun, model: nn.Module, last: int, known: NonFiniteS
         if run.session.ranks.is_main:
             run.reporter.log(f"a number is not finite in step {last}; looking for its source from '{path}' on")
         run.restore(path, earlier)
+        steps = last - run.session.steps_done
+        if steps > _MOST_STEPS:
+            return _noted(known, f"not searched: {steps} steps lie between the newest checkpoint and this one")
         found = _rerun(run, model, last)
-    except ShardwiseError as error:
-        return _noted(known, f"a replay from the newest checkpoint failed: {error}")
+    except _Late as error:
+        return _noted(known, str(error))
+    except Exception as error:  # memory may be short; the number that is not finite is what the run has ended by
+        return _noted(known, f"a replay from the newest checkpoint failed: {' '.join(str(error).split()):.200}")
     if found is not None:
         return found
     return _noted(known, f"the steps from '{path.name}' on, run again, had only finite numbers")
@@ -117,7 +141,12 @@ def _rerun(run: ReplayableRun, model: nn.Module, last: int) -> NonFiniteSource |
     session.observers = [one for one in session.observers if isinstance(one, ParameterHooks | WeightAverage)]
     watched = last - run.config.train.log_every - 1
     batches = step_batches(run.samples, run.order, run.plan, session.ranks.rank, run.position)
+    begun = time.monotonic()
     for step in session.run_windows(batches, limit=last - session.steps_done):
+        late = time.monotonic() - begun > _MOST_S
+        if gather_ints([int(late)], session.ranks, "a search for NaN")[0][0]:  # by the clock of rank 0
+            minutes = f"{_MOST_S / 60:g} minutes"
+            raise _Late(f"not searched from step {step.number} on: {minutes} were over")
         set_learning_rate(session.optimizer, run.parts.rate(step.number), table.lr)
         try:
             if step.number < watched:

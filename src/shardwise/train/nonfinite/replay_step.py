@@ -7,6 +7,7 @@ model that draws from other generators, or counts its calls, may not show the nu
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -82,13 +83,21 @@ def explained(session: TrainingSession, step: ReplayableStep) -> Iterator[None]:
     except NonFiniteError as error:
         if session.applied.engine is not None:
             raise
+        file, is_main = session.nonfinite_file, session.ranks.is_main
+        logging.getLogger("shardwise").log(  # before the replay, which may not end
+            logging.WARNING if is_main else logging.INFO,
+            "step %d: %s; looking for its source",
+            error.step,
+            error.problem,
+        )
+        if file is not None and is_main:
+            error.write(file)
         try:
             source = source_of(session, step)
-        except ShardwiseError:  # other ranks found nothing wrong and are elsewhere, or are gone
+        except Exception:  # other ranks found nothing wrong and are elsewhere, or are gone; or memory is short
             raise error from None
-        file = session.nonfinite_file
         named = NonFiniteError(error.step, error.problem, source, None if file is None else str(file))
-        if file is not None and session.ranks.is_main:
+        if file is not None and is_main:
             named.write(file)
         raise named from None
 
@@ -135,8 +144,10 @@ def replayed(session: TrainingSession, step: ReplayableStep) -> ReplayFacts:
                 session.agreement.settle(torch.zeros((), dtype=torch.float64, device=session.device))
             else:
                 _forward_only(session, step, recorder)
-    except (RuntimeError, ShardwiseError) as error:
-        failure = f"the replay failed: {' '.join(str(error).split()):.200}"
+    except Exception as error:  # of the user's code as well
+        what = "the replay failed" if step.ran is not None else "the replay could not call the model"
+        kind = "" if isinstance(error, RuntimeError | ShardwiseError) else f"{type(error).__name__}: "
+        failure = f"{what}: {kind}{' '.join(str(error).split()):.200}"
     finally:
         session.phase = "other"
     reshard(session.applied.outer)
@@ -147,7 +158,7 @@ def replayed(session: TrainingSession, step: ReplayableStep) -> ReplayFacts:
         gradients=spoilt_gradients(session),
         largest=_largest_gradient(session),
         finite_losses=recorder.finite_losses,
-        failure=failure,
+        failure=failure or recorder.failure,
     )
 
 
