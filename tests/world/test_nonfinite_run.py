@@ -125,7 +125,7 @@ def bounded(text: str, name: str, limit: float) -> dict[str, Any]:
 
 def test_a_search_for_what_was_noticed_late_has_bounds(tmp_path: Path) -> None:
     bounds = {
-        "_MOST_STEPS": (0, "not searched: 1 steps lie between the newest checkpoint and this one"),
+        "_MOST_STEPS": (0, "not searched: the newest checkpoint lies 1 step before this one"),
         "_MOST_S": (-1.0, "not searched from step 3 on"),
     }
     calls = [(job_of(tmp_path / name, "log", "ddp", LATE), name, limit) for name, (limit, _) in bounds.items()]

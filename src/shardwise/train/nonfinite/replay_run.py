@@ -35,6 +35,7 @@ from shardwise.train.run_interface import Reporter
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.train.training_parts import TrainingParts
+from shardwise.units import counted
 
 _MOST_STEPS = 200  # that a search runs again
 _MOST_S = 600.0
@@ -120,7 +121,7 @@ def _searched(run: ReplayableRun, model: nn.Module, last: int, known: NonFiniteS
         run.restore(path, earlier)
         steps = last - run.session.steps_done
         if steps > _MOST_STEPS:
-            return _noted(known, f"not searched: {steps} steps lie between the newest checkpoint and this one")
+            return _noted(known, f"not searched: the newest checkpoint lies {counted(steps, 'step')} before this one")
         found = _rerun(run, model, last)
     except _Late as error:
         return _noted(known, str(error))
