@@ -385,10 +385,14 @@ def test_a_signal_lets_the_nodes_save(ssh: Path, capfd: pytest.CaptureFixture[st
         time.sleep(0.3)
         os.kill(os.getpid(), number)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     thread = threading.Thread(target=later)
     thread.start()
-    with pytest.raises(Interrupted, match="the same command resumes"):
-        run_over_ssh(over(["long"]))
+    try:
+        with pytest.raises(Interrupted, match="the same command resumes"):
+            run_over_ssh(over(["long"]))
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert "long | saved" in capfd.readouterr().out
 
