@@ -87,8 +87,8 @@ class Monitor:
         return f"all ranks were ended, as none could go on: {text}\nstacks of all ranks: {self.report}"
 
     @property
-    def alone(self) -> bool:
-        """Whether rank 0's node, whose console has the verdict, may not be reached."""
+    def blames_link(self) -> bool:
+        """Whether a link is to blame, so that rank 0's node, whose console has the verdict, may be out of reach."""
         return self.verdict is not None and self.verdict.reason is Reason.LINK
 
     def pids(self) -> dict[int, int]:
@@ -109,7 +109,7 @@ class Monitor:
             return ""
         killed = OomKills.now()
         why = f"; {killed.why(self._oom_kills)}" if killed.killed_since(self._oom_kills) else ""
-        self._write({**asdict(found), "all_ranks": [asdict(one) for one in facts]})
+        add_event(self.report, {**asdict(found), "all_ranks": [asdict(one) for one in facts]})
         return found.text + why
 
     def _beats(self) -> list[Beat]:
@@ -122,7 +122,7 @@ class Monitor:
             return []
         lines = [f"the ranks go on after {seconds_text(now - self._named_at)}"]
         self.verdict = None
-        self._write({"recovered_after_s": now - self._named_at})
+        add_event(self.report, {"recovered_after_s": now - self._named_at})
         return lines
 
     def _look(self, beats: list[Beat], quiet: float, now: float) -> list[str]:
@@ -145,7 +145,7 @@ class Monitor:
         lines = []
         if self.verdict is None or (self.verdict.reason, self.verdict.ranks) != key:
             self.verdict, self._named_at = found, now
-            self._write({**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
+            add_event(self.report, {**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
         working = any(one.works for one in facts if one.rank in found.ranks)
         between = any(one.beat.phase in _BETWEEN for one in facts if one.rank in found.ranks)
@@ -186,6 +186,3 @@ class Monitor:
         if any(one.works for one in blamed):
             return quiet > (max(SLOW_S, 10 * _FACTOR * longest) if longest else BUSY_S)
         return quiet > (_FACTOR * longest if longest else UNKNOWN_S)
-
-    def _write(self, event: dict[str, object]) -> None:
-        add_event(self.report, event)

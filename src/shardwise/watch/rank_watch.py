@@ -53,6 +53,8 @@ class RankWatch:
             self._heartbeat: Heartbeat | None = Heartbeat(folder, ranks.rank)
         except OSError as error:
             self._heartbeat = None
+            if self._responder is not None:
+                self._responder.close()
             logging.getLogger("shardwise").warning("rank %d is not watched: %s", ranks.rank, error)
             return
         self._watchers.append(self._heartbeat.phase)
