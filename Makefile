@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.ready-tools
-AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all modules anew, a second of each
 

@@ -24,6 +24,7 @@ def test_each_script_has_its_session() -> None:
     assert len(SCRIPTS) == 2
 
 
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("number", range(len(SESSIONS)), ids=["loop", "trainer"])
 def test_a_session_of_the_page(number: int, tmp_path: Path) -> None:
     words, expected = SESSIONS[number]

@@ -123,6 +123,7 @@ def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "watch.json").exists() and not list(tmp_path.glob("shardwise-watch-*"))
 
 
+@pytest.mark.turns(3)
 def test_two_nodes_tell_each_other(tmp_path: Path) -> None:
     """On neither node alone would one see who waits for whom: rank 1 sleeps on one, rank 0 waits on the other."""
     [port] = free_ports(1)

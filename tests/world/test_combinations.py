@@ -52,7 +52,7 @@ CASES = [
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_gradient_is_that_of_one_process(world: int) -> None:
-    cases = by_turns([case for case in CASES if case.world == world], 3 if world == 8 else 2, f"{world} ranks")
+    cases = by_turns([case for case in CASES if case.world == world], 6 if world == 8 else 3, f"{world} ranks")
     wrong: dict[str, object] = {}
     for case, found in zip(cases, run_each(train, world, [(case,) for case in cases], timeout_s=300.0), strict=True):
         far = {rank: result["worst"] for rank, result in enumerate(found) if not result["worst"][0] <= LIMIT}

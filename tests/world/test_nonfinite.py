@@ -19,6 +19,7 @@ from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteS
 from shardwise.train.run_files import RunFile
 from tests.models import byte_attention
 from tests.planted import WORLD_2, WORLD_4, Model, Place, batches_of, expected, found_at, summed
+from tests.turns import by_turns
 from tests.worlds import run_each
 
 
@@ -31,9 +32,11 @@ def wrong(place: Any, by_rank: list[dict[str, Any]]) -> str:
     return f"{place}: {apart} for {want}\n{said.get('text')}" if apart else ""
 
 
+@pytest.mark.turns(1)
 def test_each_planted_number_is_named_at_its_source() -> None:
     failed = []
-    for world, places in ((2, WORLD_2), (4, WORLD_4)):
+    for world, all_places in ((2, WORLD_2), (4, WORLD_4)):
+        places = [all_places[nth] for nth in by_turns(range(len(all_places)), 3, f"{world} ranks")]
         found = run_each(found_at, world, [(place,) for place in places], timeout_s=240.0)
         failed += [text for place, one in zip(places, found, strict=True) if (text := wrong(place, one))]
     assert not failed, "\n".join(failed)
