@@ -38,7 +38,7 @@ test-fast: $(TOOLS) ## what to run while working: no ranks but one case of each 
 	$(BIN)/python -m pytest -q tests/world/test_gradients.py -k "one_process and -2]"
 
 soak: $(TOOLS)   ## what takes too long for each change, then 500 kills -9 (SOAK_KILLS, or SOAK_MINUTES=60): every resume, bit by bit
-	SHARDWISE_TESTS_TURN=all $(BIN)/python -m pytest -q -m "soak or turns"
+	SHARDWISE_TESTS_TURN=all $(BIN)/python -m pytest -q -m "soak or not soak"
 	$(BIN)/python -m tests.faults.soak
 
 check: $(TOOLS)  ## lint, format, types, sizes and layers

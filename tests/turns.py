@@ -7,6 +7,7 @@ which nearly all users run, have no turns.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import zlib
@@ -19,6 +20,13 @@ import pytest
 
 VARIABLE, ALL = "SHARDWISE_TESTS_TURN", "all"
 FOR_EACH_CHANGE = ("ddp", "fsdp")
+DEAR_S, DEAR_TURNS, OTHER_TURNS = 3.0, 3, 36
+"""A test of ranks or commands that lasts so long comes with each third change, whatever its marks say. What has turns
+inside or beside is divided by factors of 36; the third of those turns is another."""
+DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/")
+NEVER_DEAR = ("test_effects", "sabotage", "caught", "end_to_end", "test_gradients.py", "test_verify")
+"""Sabotages of receipts, the gradients of the plain strategies, and what each verb does: for each change."""
+DURATIONS = Path(__file__).parents[1] / "benchmarks" / "tests" / "durations.json"
 Case = TypeVar("Case")
 
 
@@ -43,7 +51,8 @@ def comes(index: int, of: int, name: str, turn: str) -> bool:
 def for_each_change(values: Iterable[Any]) -> bool:
     """Whether one of a case's parameters, or a part of a tuple, says that it has no turn."""
     parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-    return any(getattr(part, "strategy", part) in FOR_EACH_CHANGE for part in parts if not isinstance(part, list))
+    words = (getattr(part, "strategy", part) for part in parts)
+    return any(word in FOR_EACH_CHANGE for word in words if isinstance(word, str))
 
 
 def by_turns(cases: Sequence[Case], of: int, name: str) -> list[Case]:
@@ -57,6 +66,17 @@ def by_turns(cases: Sequence[Case], of: int, name: str) -> list[Case]:
     return [case for case in cases if id(case) not in left_out]
 
 
+def dear(nodes: Iterable[str], durations: dict[str, dict[str, float]]) -> list[str]:
+    """Which of ``nodes`` are dear by their recorded seconds, the dearest first."""
+    found = {}
+    for node in nodes:
+        file, _, test = node.partition("::")
+        seconds = durations.get(file, {}).get(test, 0.0)
+        if seconds >= DEAR_S and file.startswith(DEAR_FOLDERS) and not any(word in node for word in NEVER_DEAR):
+            found[node] = seconds
+    return sorted(found, key=lambda node: (-found[node], node))
+
+
 def choose(config: pytest.Config) -> None:
     """Settle the turn of this run, for its workers and ranks too."""
     single = any("::" in word for word in config.args)
@@ -64,17 +84,28 @@ def choose(config: pytest.Config) -> None:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what is marked ``turns(of)`` and has another turn."""
+    """Take out what is marked ``turns(of)``, or is dear, and has another turn."""
     seen: Counter[str] = Counter()
     kept, left = [], []
+    turn = os.environ[VARIABLE]
+    third = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
+    free = [item.nodeid for item in items if not for_each_change(_values(item))]
+    late = {
+        node
+        for index, node in enumerate(dear(free, json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}))
+        if not comes(index, DEAR_TURNS, "dear", third)
+    }
     for item in items:
         mark, name = item.get_closest_marker("turns"), item.nodeid.partition("[")[0]
-        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if mark is None or for_each_change(values):
-            kept.append(item)
-            continue
-        (kept if comes(seen[name], mark.args[0], name, os.environ[VARIABLE]) else left).append(item)
-        seen[name] += 1
+        mine = True
+        if mark is not None and not for_each_change(_values(item)):
+            mine = comes(seen[name], mark.args[0], name, turn)
+            seen[name] += 1
+        (kept if mine and item.nodeid not in late else left).append(item)
     if left:
         items[:] = kept
         config.hook.pytest_deselected(items=left)
+
+
+def _values(item: pytest.Item) -> Iterable[Any]:
+    return item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -17,6 +17,16 @@ def test_what_is_beyond_a_budget() -> None:
     assert "9 ranks where 0" in ledger.over("new.py", {"ranks": 9, "processes": 0}, BUDGETS)
 
 
+def test_polls_do_not_count() -> None:
+    """The same question again and again, as a slow machine asks it, is no process of the file's."""
+    file = ledger._running["file"]
+    before = ledger.counted(file)["processes"]
+    ledger.spent("processes")
+    with ledger.uncounted():
+        ledger.spent("processes", 100)
+    assert ledger.counted(file)["processes"] == before + 1
+
+
 def test_every_recorded_file_is_there() -> None:
     root = Path(__file__).parents[2]
     for kept in (ledger.BUDGETS, ledger.DURATIONS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -42,13 +43,13 @@ def test_what_a_case_says_of_its_strategy(monkeypatch: pytest.MonkeyPatch) -> No
     assert not turns.for_each_change([["ddp", "fsdp"], "ddp+tp2", 4, None])
 
 
-def kept(marks: dict[str, int], turn: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def kept(marks: dict[str, int], turn: str, monkeypatch: pytest.MonkeyPatch, file: str = "a.py") -> list[str]:
     """What is left of tests of these names, marked ``turns`` where the number is not 0."""
     monkeypatch.setenv(turns.VARIABLE, turn)
     items: list[Any] = []
     for name, of in marks.items():
         mark = pytest.mark.turns(of).mark if of else None
-        items.append(SimpleNamespace(nodeid=f"a.py::{name}", get_closest_marker=lambda _, mark=mark: mark))
+        items.append(SimpleNamespace(nodeid=f"{file}::{name}", get_closest_marker=lambda _, mark=mark: mark))
         if "[" in name:
             items[-1].callspec = SimpleNamespace(params={"strategy": name.partition("[")[2][:-1], "world": 2})
     config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)))
@@ -67,6 +68,28 @@ def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
     always = {"test_each[ddp]", "test_each[fsdp]", "test_plain", "test_plain[zero1]"}
     assert times == {name: 6 if name in always else 3 if name == "test_alone" else 2 for name in marks}
     assert kept(marks, turns.ALL, monkeypatch) == list(marks)
+
+
+def test_dear_tests_come_with_each_third_change_and_each_turn_costs_the_same() -> None:
+    durations = {
+        "tests/world/test_a.py": {"all": 99.0, **{f"test_{n}": 3.0 + n for n in range(9)}, "test_quick": 0.5},
+        "tests/unit/test_b.py": {"all": 9.0, "test_slow": 9.0},
+        "tests/faults/test_effects.py": {"all": 9.0, "test_each_sabotage_is_caught": 9.0},
+    }
+    nodes = [f"{file}::{test}" for file, tests in durations.items() for test in tests if test != "all"]
+    assert turns.dear(nodes, durations) == [f"tests/world/test_a.py::test_{n}" for n in range(8, -1, -1)]
+
+
+def test_a_dear_test_and_its_cases_have_turns_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else a part of the cases inside would never meet the turn of the test around them."""
+    recorded = {f"test_each[{name}]": 5.0 for name in ("zero1", "zero2", "hsdp", "ddp")}
+    (tmp_path / "durations.json").write_text(json.dumps({"tests/world/a.py": recorded}))
+    monkeypatch.setattr(turns, "DURATIONS", tmp_path / "durations.json")
+    marks = dict.fromkeys(recorded, 2)
+    found = [kept(marks, str(turn), monkeypatch, "tests/world/a.py") for turn in range(2 * 3 * turns.OTHER_TURNS)]
+    times = Counter(name for names in found for name in names)
+    share = len(found) // (2 * 3)
+    assert times == {**dict.fromkeys(recorded, share), "test_each[ddp]": len(found)}
 
 
 def test_a_test_whose_cases_have_turns_is_found_by_the_soak() -> None:

@@ -252,9 +252,9 @@ class _Trial:
             self.gradients.append(drawn[1 : _STEPS + 1] / slope * scales.view(-1, *[1] * len(kind.shape)))
             self.nudges.append(1 + _NUDGE * drawn[_STEPS + 1 :])
 
-    def run(self, *, sharded: bool = False, nudged: bool = False, only: int | None = None) -> list[torch.Tensor]:
-        """Step the stand-ins and return them: local shards if ``sharded``; one ``only``, or all."""
-        chosen = [number for number in range(len(self.kinds)) if only in (None, number)]
+    def run(self, *, sharded: bool = False, nudged: bool = False, half: slice = slice(None)) -> list[torch.Tensor]:
+        """Step the stand-ins and return them: local shards if ``sharded``; one ``half``, or all."""
+        chosen = range(len(self.kinds))[half]
         made: dict[int, nn.Parameter] = {}
         for number in chosen:
             kind, start = self.kinds[number], self.starts[number]
@@ -332,7 +332,7 @@ def _quiet(seed: int) -> Iterator[None]:
     """Fix the random state for a trial, restore the loop's state afterwards, suppress warnings."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would change, and queue seeds for, every device
         yield
 
 
@@ -341,7 +341,7 @@ def _tried_whole(
 ) -> tuple[_Trial, list[torch.Tensor], float, bool] | str:
     """Run a trial unsharded; return it, its results, the rounding error, and independence.
 
-    Independence is whether each kind of parameters, stepped alone, gives the same results. If the trial fails as it
+    Independence is whether one stand-in of each kind, stepped without the other, gives the same results. If the trial fails as it
     would in one process, a sentence is returned instead; it is empty if that is not known.
     """
     name = type(optimizer).__name__
@@ -359,8 +359,9 @@ def _tried_whole(
             "%s, so whether %s changes its steps is not known; compare a run with one of ddp", text, plan.strategy
         )
         return ""
-    alone = trial.error([trial.run(only=number)[0] for number in range(len(trial.kinds))], full)
-    return trial, full, limit, alone <= limit
+    halves = [trial.run(half=slice(first, None, 2)) for first in (0, 1)]
+    apart = trial.error([halves[number % 2][number // 2] for number in range(len(trial.kinds))], full)
+    return trial, full, limit, apart <= limit
 
 
 def tried(optimizer: Optimizer, groups: Sequence[dict[str, Any]], plan: Plan, apart: str) -> str:
