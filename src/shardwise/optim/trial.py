@@ -341,8 +341,8 @@ def _tried_whole(
 ) -> tuple[_Trial, list[torch.Tensor], float, bool] | str:
     """Run a trial unsharded; return it, its results, the rounding error, and independence.
 
-    Independence is whether one stand-in of each kind, stepped without the other, gives the same results. If the trial fails as it
-    would in one process, a sentence is returned instead; it is empty if that is not known.
+    Independence is whether one stand-in of each kind, stepped without the other, gives the same results. If the trial
+    fails as it would in one process, a sentence is returned instead; it is empty if that is not known.
     """
     name = type(optimizer).__name__
     try:
