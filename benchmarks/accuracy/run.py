@@ -31,7 +31,6 @@ import targets
 from rows import load_rows, records_left_out
 
 from shardwise.cost.flops import palm_flops
-from shardwise.cost.time.estimate_time import step_time
 from shardwise.hardware.gpus import find_gpu
 
 HERE = Path(__file__).parent
@@ -92,7 +91,7 @@ def speed_document() -> Document:
     groups: dict[tuple[object, ...], list[Document]] = defaultdict(list)
     for one, flops in zip(timed, work, strict=True):
         row, measured = one.row, one.measured_s
-        untold = step_time(row.profile, row.plan, row.workload, row.cluster, framework=row.cost_framework)
+        untold = speed.seconds_of(row, plain=True)
         line = {
             "source": row.source,
             "framework": row.framework,

@@ -111,6 +111,7 @@ class _Writer(LossWriter):
         trace.alloc(s.received * s.micro, ACTIVATIONS)
         if s.has_buckets:
             trace.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
+            trace.alloc(min(layout.buckets, sum(w.full * p.count for w, p in pairs)), BUFFERS)
 
     def step(self, *, first: bool) -> None:
         """Trace micro batches, the optimizer, and the release of gradients."""
@@ -368,7 +369,7 @@ class _Writer(LossWriter):
         if self.s.layout.shards and not joins:
             return [self.trace.alloc(gradient, BUFFERS)]
         unreduced = self.trace.alloc(gradient, BUFFERS)
-        if self.s.layout.width < FP32:
+        if self.s.layout.width < self.s.layout.accumulated:
             self.trace.free(self.trace.alloc(op.weight_gradient * FP32, BUFFERS))
         self.trace.free(unreduced)
         return []
