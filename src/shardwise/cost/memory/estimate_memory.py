@@ -222,7 +222,7 @@ def estimate(
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
     early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
     shape = (plan.grad_accum, plan.recompute, waits, adds, fused, plan.loss_chunks, written, early)
-    program = Program(*shape, reference=plan.reference, logit_bytes=traits.logit_bytes)
+    program = Program(*shape, reference=plan.reference, logit_bytes=traits.logit_bytes, in_pieces=not expandable)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0

@@ -16,6 +16,7 @@ keeps alive.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,10 @@ from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32, UnitWeights
 from shardwise.cost.memory.loss_program import LossWriter
 from shardwise.plan.plan import Recompute
+
+
+MOST_PIECES = 6000  # allocations that stand for other micro batches; above, neighbours are traced together
+STATE_TENSORS = 2 * 7  # of a block: two states of some seven matrices
 
 
 @dataclass(slots=True)
@@ -123,7 +128,7 @@ class _Writer(LossWriter):
         for index, others in enumerate(turns):
             if not first:
                 trace.phase("forward")
-            crowd = trace.alloc(self._kept() * others, ACTIVATIONS), trace.alloc(self._kept_logits() * others, LOGITS)
+            crowd = self._crowd(others)
             self.forward()
             if not first:
                 trace.phase("backward")
@@ -139,7 +144,7 @@ class _Writer(LossWriter):
             trace.phase("optimizer")
         if not s.layout.offloads:
             if first and not s.program.optimizer_in_backward:
-                trace.alloc(s.optimizer, OPTIMIZER)
+                self._state()
             trace.free(trace.alloc(s.temporaries, TEMPORARIES))
         trace.free(*self.gradients)
         self.gradients = []
@@ -157,6 +162,43 @@ class _Writer(LossWriter):
         if in_flight == 1 or number == 2:
             return (in_flight - 1, 0)
         return (in_flight - 1, in_flight - 1 if number > in_flight else in_flight - 2, 0)
+
+    def _crowd(self, others: int) -> list[int]:
+        """Trace what other micro batches in flight have saved: as one allocation, or in the sizes of their ops.
+
+        An allocator without expandable segments reuses the segment of a single large allocation for smaller ones, and
+        then needs another for the next.
+        """
+        trace, s = self.trace, self.s
+        logits = trace.alloc(self._kept_logits() * others, LOGITS)
+        if not s.program.in_pieces:
+            return [trace.alloc(self._kept() * others, ACTIVATIONS), logits]
+        found, each = [logits], self._piece_sizes()
+        if others * len(each) > MOST_PIECES:
+            together = math.ceil(others * len(each) / MOST_PIECES)
+            each = [sum(each[i : i + together]) for i in range(0, len(each), together)]
+        for _ in range(others):
+            found += [trace.alloc(size, ACTIVATIONS) for size in each]
+        return found
+
+    def _piece_sizes(self) -> list[float]:
+        """Sizes of the tensors that one micro batch saves on this stage, as `_kept` adds them up."""
+        s, sizes = self.s, list[float]()
+        alone = s.program.recompute == "none"
+        for unit, weights, piece in zip(s.bytes, s.weights, s.pieces, strict=True):
+            extra = [weights.copies if s.layout.autocasts and alone else 0.0, weights.exchanged if alone else 0.0]
+            saved = [op.saved for op in unit.ops] if alone or not piece.is_block else [unit.kept]
+            one = [size * s.micro for size in saved] + [float(size) for size in extra]
+            sizes += [size for size in one if size] * piece.count
+        return [*sizes, s.sent * s.micro] if s.sent else sizes
+
+    def _state(self) -> None:
+        """Trace the optimizer's state: at once, or a tensor for each state of each block."""
+        s = self.s
+        blocks = sum(piece.count for piece in s.pieces) if s.program.in_pieces else 1
+        number = blocks * (STATE_TENSORS if s.program.in_pieces else 1)
+        for part in range(number):
+            self.trace.alloc(s.optimizer * (part + 1) // number - s.optimizer * part // number, OPTIMIZER)
 
     def _kept(self) -> float:
         """Bytes that one micro batch saves on this stage."""
