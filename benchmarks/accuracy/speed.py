@@ -54,7 +54,7 @@ def seconds_of(row: Row, *, plain: bool = False) -> StepTime:
 
 
 def predict(rows: Iterable[Row], *, plain: bool = False) -> tuple[list[Timed], list[str]]:
-    """All rows that have a time, with predictions; and what could not be predicted. ``plain`` leaves out ``--program``."""
+    """All rows that have a time, with predictions, ``plain`` without ``--program``; and what could not be predicted."""
     found: list[tuple[Row, float, StepTime]] = []
     problems: list[str] = []
     for row in rows:

@@ -25,8 +25,10 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import OBJECTIVES, Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
-from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
+from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, find_program, program_names, program_table
 from shardwise.plan.strategy import complete_strategy, parse_strategy
+from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
@@ -124,6 +126,34 @@ class PlanRequest(BaseModel):
     loss_chunks: Annotated[
         int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
     ] = 1
+    program_text: Annotated[
+        str,
+        typer.Option("--program", help=f"Whose costs: {', '.join(program_names())}, or a TOML file of traits."),
+        Word(str, OWN, name="program"),
+    ] = OWN
+    program: ProgramTraits = SHARDWISE
+    weights: Annotated[
+        WeightType | None,
+        typer.Option(help="Stored as fp32, compute (pure bf16), masters (beside fp32 ones); default: the program's."),
+        Word(),
+    ] = None
+    accumulate: Annotated[
+        GradientType | None, typer.Option(help="Type of gradients beside masters: fp32 or compute."), Word()
+    ] = None
+    reduce: Annotated[
+        GradientType | None, typer.Option(help="Type in which gradients are reduced: fp32 or compute."), Word()
+    ] = None
+    rounding: Annotated[
+        Rounding | None, typer.Option(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
+    ] = None
+    virtual_stages: Annotated[
+        int, typer.Option(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)
+    ] = 1
+    document_len: Annotated[
+        int | None,
+        typer.Option(help="Mean tokens of documents packed into a sample; attention stays inside each.", min=1),
+        Word(int | None),
+    ] = None
     objective: Annotated[
         Objective,
         typer.Option(help="lm (next tokens), or dpo: pairs and a frozen reference; planned, not run."),
@@ -162,6 +192,8 @@ class PlanRequest(BaseModel):
             framework_overhead=self.framework_overhead,
             average=self.average,
             objective=self.objective,
+            program=self.program,
+            document_len=self.document_len,
         )
 
     @property
@@ -183,6 +215,8 @@ class PlanRequest(BaseModel):
         given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
         given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
         given |= {"compile": True} if self.compiled else {}
+        if self.virtual_stages > 1:
+            given |= {"virtual_stages": self.virtual_stages, "pipeline_schedule": "interleaved-1f1b"}
         if self.adapter is not None:
             update = {"rank": self.lora_rank, "targets": self.lora_targets or self.adapter.targets}
             given["adapter"] = self.adapter.model_copy(update=update)
@@ -260,6 +294,7 @@ def read_request(
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
     problems += _bad_choices(words)
+    program = tried(problems, lambda: _program(words))
     tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     pinned = words["strategy"]
     strategy = tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
@@ -277,9 +312,9 @@ def read_request(
     if calibration is not None and cluster is not None:
         links, about = tried(problems, partial(read_links, calibration, cluster)) or (None, [])
         notes += about
-    if problems or cluster is None or profile is None:
+    if problems or cluster is None or profile is None or program is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
-    notes += _left_out(words, profile, cluster, links)
+    notes += _left_out(words, profile, cluster, links) + _about_program(program, words["program"])
     if words["precision"] is None:
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
@@ -303,10 +338,48 @@ def read_request(
             "fused_loss": words["loss"] == "fused",
             "framework_overhead": words["framework_overhead"] == "on",
             "strategy": strategy,
+            "program": program,
+            "program_text": words["program"],
             "calibration": links,
         }
     )
     return request, profile, prices, notes
+
+
+def _program(words: Mapping[str, Any]) -> ProgramTraits:
+    """Return the program's traits with the types that the options name.
+
+    Raises:
+        PlanError: the program is unknown, or the types contradict each other or the strategy.
+    """
+    found = find_program(words["program"])
+    given = {name: words[name] for name in ("weights", "accumulate", "reduce", "rounding") if words[name] is not None}
+    program = found.model_copy(update=given)
+    problems = []
+    if given:
+        if program.weights == "fp32" and "accumulate" not in given:
+            program = program.model_copy(update={"accumulate": "fp32"})
+        plan = Plan(
+            precision=words["precision"] or "bf16",
+            weights=program.weights,
+            accumulate=program.accumulate,
+            reduce=program.reduce,
+            rounding=program.rounding,
+        )
+        problems += [f"--{line}" for line in type_problems(plan)]
+    if words["virtual_stages"] > 1 and words["strategy"] is not None and "+pp" not in words["strategy"]:
+        problems.append(f"--virtual-stages {words['virtual_stages']} does nothing without +pp; remove it")
+    if problems:
+        raise PlanError(*problems)
+    return program
+
+
+def _about_program(program: ProgramTraits, text: str) -> list[str]:
+    """Say whose costs are predicted."""
+    if program.is_own:
+        return []
+    about = program_table().get(text, {}).get("about", f"the traits of {text}")
+    return [f"--program {text}: costs are those of {about}; train runs this package's own program"]
 
 
 def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
@@ -337,6 +410,10 @@ def _bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--loss", words["loss"], LOSSES),
         ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
+        ("--weights", words["weights"], get_args(WeightType)),
+        ("--accumulate", words["accumulate"], get_args(GradientType)),
+        ("--reduce", words["reduce"], get_args(GradientType)),
+        ("--rounding", words["rounding"], get_args(Rounding)),
     ]
     return choice_problems(choices)
 

@@ -89,7 +89,7 @@ class ProgramTraits(BaseModel):
     def refuses(self, strategy: Strategy) -> str:
         """Return why the program does not run ``strategy``; empty if it does."""
         if strategy.engine == "deepspeed" and self.name not in (OWN, "deepspeed"):
-            return f"--program {self.name} does not run on DeepSpeed; name the strategy {strategy.base}"
+            return f"--program {self.name} is not counted on DeepSpeed; take --program deepspeed"
         if strategy.base not in self.bases:
             return f"--program {self.name} has no {strategy.base}; it has {', '.join(self.bases)}"
         for axis in AXES:

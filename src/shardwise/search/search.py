@@ -117,8 +117,11 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
     """
     found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
     program = problem.workload.program
-    refused += [Refusal(one.name, why) for one in found if (why := program.refuses(one.strategy))]
-    found = [one for one in found if not program.refuses(one.strategy)]
+    others = {one.name: why for one in found if (why := program.refuses(one.strategy))}
+    if others and len({one.name for one in found}) == len(others):
+        raise PlanError(next(iter(others.values())))
+    refused += [Refusal(name, why) for name, why in others.items()]
+    found = [one for one in found if one.name not in others]
     kept = [one for one in found if not (problem.only_runnable and one.strategy.not_runnable)]
     if not kept:
         only_planned = [f"{one.name} is planned, not run" for one in found]
@@ -406,7 +409,11 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
     """
     recompute = recomputes(problem)[-1]
     ends = sorted({layout.micros[0], layout.micros[-1]})
-    plans = [plan_for(problem, layout, micro, recompute, sync) for micro in ends for sync in syncs(layout, problem.workload.program)]
+    plans = [
+        plan_for(problem, layout, micro, recompute, sync)
+        for micro in ends
+        for sync in syncs(layout, problem.workload.program)
+    ]
     return min(plans, key=lambda plan: problem.costs.peak_lower_bound(problem.profile, plan, problem.workload))
 
 

@@ -221,8 +221,9 @@ def estimate(
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
     early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
+    held = traits.logit_bytes if fused == (traits.loss == "fused") else None  # of the program's own loss
     shape = (plan.grad_accum, plan.recompute, waits, adds, fused, plan.loss_chunks, written, early)
-    program = Program(*shape, reference=plan.reference, logit_bytes=traits.logit_bytes, in_pieces=not expandable)
+    program = Program(*shape, reference=plan.reference, logit_bytes=held, in_pieces=not expandable)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
@@ -310,7 +311,7 @@ def _notes(
     notes = list(profile.unknown)
     if layout.is_cuda and workload.framework_overhead:
         notes.append("context and communicator buffers are typical figures, good to some 0.3 GiB")
-    if layout.strategy.engine == "deepspeed":
+    if layout.strategy.engine == "deepspeed" and workload.program.is_own:
         notes.append("counted as the same plan on PyTorch; DeepSpeed's own buffers are not known")
     if squeezed:
         notes.append("fits only because the allocator gives cached memory back and asks again, which costs time")

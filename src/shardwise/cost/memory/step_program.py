@@ -38,7 +38,6 @@ from shardwise.cost.memory.local_shapes import FP32, UnitWeights
 from shardwise.cost.memory.loss_program import LossWriter
 from shardwise.plan.plan import Recompute
 
-
 MOST_PIECES = 6000  # allocations that stand for other micro batches; above, neighbours are traced together
 STATE_TENSORS = 2 * 7  # of a block: two states of some seven matrices
 

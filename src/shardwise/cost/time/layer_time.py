@@ -113,7 +113,9 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         forward, backward = forward + unpack, backward + unpack
         recompute += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
     each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
-    host = split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    host = (
+        split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     return UnitTime(
         forward_s=forward,
