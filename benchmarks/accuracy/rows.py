@@ -60,6 +60,7 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "litgpt": (8, ("q", "v", "qkv")),
     "torchtune": (8, ("q", "v", "o", "mlp")),
     "torchtune llama3.1-70b": (16, ("q", "v", "o", "mlp")),
+    "nemo_2412": (16, ("q", "k", "v", "qkv")),  # nemo/collections/llm/recipes: peft.target_modules = ['linear_qkv']
     "answerai_fsdp_qlora": (64, ("q", "k", "v", "gate", "up", "down")),
 }
 
@@ -240,6 +241,7 @@ def _cluster(gpu: str, gpus: int, per_node: int, network_gbit_per_node: str) -> 
     cluster = parse_cluster(f"{nodes}x{per_node}x{gpu}" if nodes > 1 else f"{gpus}x{gpu}")
     if network_gbit_per_node and nodes > 1:
         per_device = float(network_gbit_per_node) * 1e9 / 8 / per_node
-        network = (cluster.network or cluster.link).model_copy(update={"kind": "network", "bytes_per_s": per_device})
+        rate = {"kind": "network", "bytes_per_s": per_device, "source": "published"}
+        network = (cluster.network or cluster.link).model_copy(update=rate)
         cluster = cluster.model_copy(update={"network": network})
     return cluster
