@@ -16,17 +16,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
+from shardwise.cli.option_values import about_program, bad_choices, program_of, read_count, read_length
 from shardwise.cli.plan_config import batch_of, is_config, profile_of_model, with_config
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
-from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.objective import OBJECTIVES, Objective
+from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
-from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
-from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, find_program, program_names, program_table
+from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, program_names
 from shardwise.plan.strategy import complete_strategy, parse_strategy
 from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
@@ -37,9 +38,7 @@ from shardwise.search.problem import default_precision, precision_text, unknown_
 FoundT = TypeVar("FoundT")
 
 USUAL_LENGTH = 4096
-LONGEST = 2**27
 SHORTER = (2048, 1024, 512, 128)
-LOSSES = ("plain", "fused")
 THIS_MACHINE = "this machine"
 DEFAULT_RANK = 16
 
@@ -293,8 +292,8 @@ def read_request(
     if words["strategy"] not in (None, "auto"):
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
-    problems += _bad_choices(words)
-    program = tried(problems, lambda: _program(words))
+    problems += bad_choices(words)
+    program = tried(problems, lambda: program_of(words))
     tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     pinned = words["strategy"]
     strategy = tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
@@ -314,7 +313,7 @@ def read_request(
         notes += about
     if problems or cluster is None or profile is None or program is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
-    notes += _left_out(words, profile, cluster, links) + _about_program(program, words["program"])
+    notes += _left_out(words, profile, cluster, links) + about_program(program, words["program"])
     if words["precision"] is None:
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
@@ -346,42 +345,6 @@ def read_request(
     return request, profile, prices, notes
 
 
-def _program(words: Mapping[str, Any]) -> ProgramTraits:
-    """Return the program's traits with the types that the options name.
-
-    Raises:
-        PlanError: the program is unknown, or the types contradict each other or the strategy.
-    """
-    found = find_program(words["program"])
-    given = {name: words[name] for name in ("weights", "accumulate", "reduce", "rounding") if words[name] is not None}
-    program = found.model_copy(update=given)
-    problems = []
-    if given:
-        if program.weights == "fp32" and "accumulate" not in given:
-            program = program.model_copy(update={"accumulate": "fp32"})
-        plan = Plan(
-            precision=words["precision"] or "bf16",
-            weights=program.weights,
-            accumulate=program.accumulate,
-            reduce=program.reduce,
-            rounding=program.rounding,
-        )
-        problems += [f"--{line}" for line in type_problems(plan)]
-    if words["virtual_stages"] > 1 and words["strategy"] is not None and "+pp" not in words["strategy"]:
-        problems.append(f"--virtual-stages {words['virtual_stages']} does nothing without +pp; remove it")
-    if problems:
-        raise PlanError(*problems)
-    return program
-
-
-def _about_program(program: ProgramTraits, text: str) -> list[str]:
-    """Say whose costs are predicted."""
-    if program.is_own:
-        return []
-    about = program_table().get(text, {}).get("about", f"the traits of {text}")
-    return [f"--program {text}: costs are those of {about}; train runs this package's own program"]
-
-
 def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
     """Return the result of ``read``; ``None`` if it raises, with its problems appended."""
     try:
@@ -400,31 +363,6 @@ def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, 
     except PlanError as error:
         return list(error.problems)
     return []
-
-
-def _bad_choices(words: Mapping[str, Any]) -> list[str]:
-    choices: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("--recompute", words["recompute"], get_args(Recompute)),
-        ("--precision", words["precision"], get_args(Precision)),
-        ("--optimizer", words["optimizer"], tuple(OPTIMIZERS)),
-        ("--loss", words["loss"], LOSSES),
-        ("--objective", words["objective"], OBJECTIVES),
-        ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-        ("--weights", words["weights"], get_args(WeightType)),
-        ("--accumulate", words["accumulate"], get_args(GradientType)),
-        ("--reduce", words["reduce"], get_args(GradientType)),
-        ("--rounding", words["rounding"], get_args(Rounding)),
-    ]
-    return choice_problems(choices)
-
-
-def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
-    """List each option whose given value is unknown, with the known values."""
-    return [
-        f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
-        for option, value, known in choices
-        if value is not None and value not in known
-    ]
 
 
 def _left_out(
@@ -456,38 +394,6 @@ def _left_out(
             f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
         )
     return notes
-
-
-def read_count(text: str) -> float:
-    """Parse ``1e12``, ``300B`` or ``1.5T`` to a number.
-
-    Raises:
-        UserError: it is not a number, or not above 0.
-    """
-    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
-    try:
-        number = float(digits.replace("_", "")) * unit
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"--tokens '{text}' must be a positive number; write it as 1e12, 300B or 1.5T")
-    return number
-
-
-def read_length(text: str | None) -> int | None:
-    """``4096`` or ``4k`` as a number of tokens.
-
-    Raises:
-        UserError: it is none, or out of range.
-    """
-    if text is None:
-        return None
-    digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
-    if not 1 <= number <= LONGEST:
-        raise UserError(f"--seq-len '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
-    return number
 
 
 def _only(clusters: list[str] | None) -> str | None:

@@ -165,8 +165,8 @@ def type_problems(plan: Plan) -> list[str]:
         found.append(f"{shown} with precision fp32: the compute type is fp32; take bf16, or leave it out")
     if plan.rounding != "nearest" and plan.weights != "compute":
         found.append(f"rounding = '{plan.rounding}' is of weights = 'compute'; with fp32 weights leave it out")
-    if plan.accumulate != "fp32" and plan.weights == "fp32":
-        found.append("accumulate = 'compute' is of weights = 'masters'; gradients of fp32 weights are fp32")
+    if plan.accumulate != "fp32" and plan.weights != "masters":
+        found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
     return found
 
 

@@ -179,6 +179,23 @@ def _of_file(text: str, data: Mapping[str, Any], stem: str) -> ProgramTraits:
     except ValidationError as error:
         wrong = error.errors()
         problems += [f"{'.'.join(map(str, one['loc'][:1]))} = {one['input']!r}: {one['msg']}" for one in wrong]
+    else:
+        problems += _contradictions(traits)
     if problems:
         raise PlanError(*(f"--program '{text}': {problem}" for problem in problems))
     return traits
+
+
+def _contradictions(traits: ProgramTraits) -> list[str]:
+    """Return the traits that have no effect beside the others."""
+    found = []
+    if traits.accumulate != "fp32" and traits.weights != "masters":
+        found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
+    if traits.rounding != "nearest" and traits.weights != "compute":
+        found.append(f"rounding = '{traits.rounding}' is of weights = 'compute'; leave it out")
+    if traits.overlaps_zero1 and "zero1" not in traits.bases:
+        found.append("overlaps_zero1 = true is of zero1, which bases leave out")
+    if "tp" not in traits.axes:
+        given = [name for name in ("sequence_parallel", "async_tp") if getattr(traits, name) is not None]
+        found += [f"{name} is of tensor parallelism, which axes leave out" for name in given]
+    return found

@@ -167,7 +167,7 @@ def type_options(problem: SearchProblem) -> dict[str, Any]:
     return {
         "program": program.name,
         "weights": program.weights,
-        "accumulate": program.accumulate if program.weights != "fp32" else "fp32",
+        "accumulate": program.accumulate if program.weights == "masters" else "fp32",
         "reduce": program.reduce,
         "rounding": program.rounding,
     }

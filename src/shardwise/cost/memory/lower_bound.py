@@ -141,7 +141,7 @@ def _stage_lines(
     waits = 0  # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
     if grad_accum > 1:
         full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
-        here = 0 if layout.offloads or layout.masters else gradients
+        here = 0 if layout.offloads or layout.masters or workload.program.adds_in_buckets else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
     loss_bytes = [b.logits * (layout.width if fused else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:

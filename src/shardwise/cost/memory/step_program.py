@@ -16,7 +16,6 @@ keeps alive.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,10 +35,8 @@ from shardwise.cost.memory.allocation_trace import (
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32, UnitWeights
 from shardwise.cost.memory.loss_program import LossWriter
+from shardwise.cost.memory.saved_pieces import kept_logits, saved_pieces, state_pieces
 from shardwise.plan.plan import Recompute
-
-MOST_PIECES = 6000  # allocations that stand for other micro batches; above, neighbours are traced together
-STATE_TENSORS = 2 * 7  # of a block: two states of some seven matrices
 
 
 @dataclass(slots=True)
@@ -163,55 +160,17 @@ class _Writer(LossWriter):
         return (in_flight - 1, in_flight - 1 if number > in_flight else in_flight - 2, 0)
 
     def _crowd(self, others: int) -> list[int]:
-        """Trace what other micro batches in flight have saved: as one allocation, or in the sizes of their ops.
-
-        An allocator without expandable segments reuses the segment of a single large allocation for smaller ones, and
-        then needs another for the next.
-        """
+        """Trace what other micro batches in flight have saved."""
         trace, s = self.trace, self.s
-        logits = trace.alloc(self._kept_logits() * others, LOGITS)
-        if not s.program.in_pieces:
-            return [trace.alloc(self._kept() * others, ACTIVATIONS), logits]
-        found, each = [logits], self._piece_sizes()
-        if others * len(each) > MOST_PIECES:
-            together = math.ceil(others * len(each) / MOST_PIECES)
-            each = [sum(each[i : i + together]) for i in range(0, len(each), together)]
-        for _ in range(others):
-            found += [trace.alloc(size, ACTIVATIONS) for size in each]
+        found = [trace.alloc(kept_logits(s) * others, LOGITS)]
+        for size in saved_pieces(s, others):
+            found.append(trace.alloc(size, ACTIVATIONS))
         return found
-
-    def _piece_sizes(self) -> list[float]:
-        """Sizes of the tensors that one micro batch saves on this stage, as `_kept` adds them up."""
-        s, sizes = self.s, list[float]()
-        alone = s.program.recompute == "none"
-        for unit, weights, piece in zip(s.bytes, s.weights, s.pieces, strict=True):
-            extra = [weights.copies if s.layout.autocasts and alone else 0.0, weights.exchanged if alone else 0.0]
-            saved = [op.saved for op in unit.ops] if alone or not piece.is_block else [unit.kept]
-            one = [size * s.micro for size in saved] + [float(size) for size in extra]
-            sizes += [size for size in one if size] * piece.count
-        return [*sizes, s.sent * s.micro] if s.sent else sizes
 
     def _state(self) -> None:
         """Trace the optimizer's state: at once, or a tensor for each state of each block."""
-        s = self.s
-        blocks = sum(piece.count for piece in s.pieces) if s.program.in_pieces else 1
-        number = blocks * (STATE_TENSORS if s.program.in_pieces else 1)
-        for part in range(number):
-            self.trace.alloc(s.optimizer * (part + 1) // number - s.optimizer * part // number, OPTIMIZER)
-
-    def _kept(self) -> float:
-        """Bytes that one micro batch saves on this stage."""
-        rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
-        copies = self.s.layout.autocasts and self.s.program.recompute == "none"
-        exchanged = self.s.program.recompute == "none"
-        extras = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
-        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, extras, strict=True))
-        return kept + self.s.sent * self.s.micro
-
-    def _kept_logits(self) -> float:
-        """Bytes that the loss of one micro batch saves for its backward."""
-        each = self.s.layout.width if self.s.program.fused_loss else FP32
-        return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro * each
+        for size in state_pieces(self.s):
+            self.trace.alloc(size, OPTIMIZER)
 
     # forward
 
