@@ -240,7 +240,7 @@ class TestStages:
 
     def test_the_first_stage_holds_more_micro_batches(self):
         plan = plan_for("ddp+pp4", 4)
-        layout, even = layout_of(plan), layout_of(plan, "megatron")
+        layout, even = layout_of(plan), layout_of(plan, ProgramTraits(modules="megatron"))
         assert stage_counts(LLAMA_8B, layout) == (9, 9, 8, 6), "the head costs as much as two blocks"
         assert heavy_stages(LLAMA_8B, layout) == (0, 3)
         odd = profile_of(LLAMA.model_copy(update={"layers": 33}), 8192)

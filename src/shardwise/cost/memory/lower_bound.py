@@ -75,7 +75,7 @@ class _Key:
             workload.compiled,
             workload.average,
             workload.fused_loss,
-            workload.program,
+            id(workload.program),
             plan.weights,
             plan.accumulate,
             plan.reduce,
