@@ -158,7 +158,7 @@ def test_tensor_parallel_divides_work_and_pays_for_it() -> None:
     one, two = predict("fsdp", micro_batch=2), predict("fsdp+tp2", micro_batch=2)
     assert one.exposed_tp_s == 0 and two.exposed_tp_s > 0
     assert 0.5 < two.compute_s / one.compute_s < 0.65
-    assert predict("fsdp+tp2", micro_batch=2, options={"async_tp": True}).step_s < two.step_s
+    assert predict("fsdp+tp2", micro_batch=2, async_tp=True).step_s < two.step_s
     across = predict("fsdp+tp8", parse_cluster("4x2xA100-80GB"))  # tensor parallel over the network
     assert across.exposed_tp_s > 3 * predict("fsdp+tp8").exposed_tp_s
 
