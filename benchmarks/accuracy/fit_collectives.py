@@ -56,7 +56,7 @@ def cluster_of(gpu_name: str, nodes: int) -> ClusterSpec:
         devices_per_node=8,
         gpu=gpu,
         link=gpu.nvlink,
-        network=Link(kind="network", bytes_per_s=CARD_BYTES_PER_S),
+        network=Link(kind="network", bytes_per_s=CARD_BYTES_PER_S, source="efa400" if gpu_name == "B200" else ""),
     )
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from rows import Row, load_rows
-from speed import facts, quantile
+from speed import quantile, seconds_of
 
 from shardwise.cost.time import estimate_time as time
 from shardwise.cost.time import machine as rates
@@ -40,7 +40,7 @@ def errors(rows: Sequence[Row]) -> dict[str, list[float]]:
     out: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         assert row.step_time_s is not None
-        seconds = time.step_time(row.profile, row.plan, row.workload, row.cluster, **facts(row)).step_s
+        seconds = seconds_of(row).step_s
         out[row.source].append(math.log(seconds / row.step_time_s))
     return out
 

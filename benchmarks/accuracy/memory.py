@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rows import Row, load_rows
 
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.estimate_memory import estimate
-from shardwise.model.profile import ModelProfile, Op
 from shardwise.units import GIB
 
 COMPARED = {"allocated": "allocated", "active": "allocated", "reserved": "reserved", "device": "device"}
@@ -34,45 +33,9 @@ class Scored:
 
 
 def score(row: Row, *, told: bool = True) -> Scored:
-    """Predict one row, with what is known of the program that was measured.
-
-    Megatron, the published program with whole gradients, accumulates in its buckets. torchtitan, and what is built on
-    it, sets expandable segments; the others say nothing, so they ran the default. llm-foundry's loss is flash-attn's,
-    and torchtitan compiles its loss where it compiles at all, since 2025. litgpt wraps whole blocks in FSDP1, frozen
-    and trained weights in one flat parameter, and takes its loss 128 tokens at a time without widening it. Unless
-    ``told``, nothing is known but what
-    the command's options say, and whose program runs where an axis cuts the model (`Row.cost_framework`).
-    """
-    if not told:
-        return _scored(row, estimate(row.profile, row.plan, row.workload, row.cluster, framework=row.cost_framework))
-    framework = row.framework.lower()
-    titan, lit = "torchtitan" in framework, "litgpt" in framework
-    recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
-    found = estimate(
-        _narrow_loss(row.told_profile) if lit else row.told_profile,
-        row.plan,
-        row.workload,
-        row.cluster,
-        expandable=titan,
-        buckets_add=True,
-        flat=lit and row.plan.parsed.shards_parameters,
-        framework=row.cost_framework,
-        fused_loss=lit
-        or "chunks" in framework
-        or "foundry" in framework
-        or (titan and recent and row.workload.compiled),
-    )
-    return _scored(row, found)
-
-
-def _narrow_loss(profile: ModelProfile) -> ModelProfile:
-    """Logits and log-probabilities live at compute width, their gradients only of the 128 tokens in hand."""
-
-    def kept(op: Op) -> Op:
-        return replace(op, temporary=2 * op.temporary) if op.kind == "loss" else op
-
-    units = [replace(unit, ops=tuple(kept(op) for op in unit.ops)) for unit in profile.units]
-    return replace(profile, units=tuple(units))
+    """Predict one row with ``--program``, or, unless ``told``, without it."""
+    one = row if told else row.default()
+    return _scored(row, estimate(one.profile, one.plan, one.workload, one.cluster))
 
 
 def _scored(row: Row, found: Estimate) -> Scored:

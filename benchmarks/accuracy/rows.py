@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from shardwise.cost.memory.local_shapes import Framework
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
 from shardwise.model.catalogue import find_architecture
-from shardwise.model.lora import AdapterFacts, with_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
@@ -38,47 +37,64 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-# What the programs that were measured put beside the base, from the code and configurations that their pages name
-# (data/README.md has the addresses). ``--lora-rank`` and ``--lora-targets`` can say the first two; the rest is told.
-ADAPTERS: dict[str, AdapterFacts] = {
-    "litgpt": AdapterFacts(rank=8, targets=("q", "v", "qkv"), dropout=True, adapter_bytes=2.0, keeps_inputs=True),
-    "torchtune": AdapterFacts(rank=8, targets=("q", "v", "o", "mlp"), adapter_bytes=2.0),
-    "torchtune llama3.1-70b": AdapterFacts(rank=16, targets=("q", "v", "o", "mlp"), adapter_bytes=2.0),
-    "answerai_fsdp_qlora": AdapterFacts(
-        rank=64, targets=("q", "k", "v", "gate", "up", "down"), dropout=True, adapter_bytes=2.0, keeps_inputs=True
-    ),
+# The program that each source measured, as ``--program`` takes it.
+PROGRAMS = {
+    "torchtitan": "torchtitan",
+    "torchao_float8": "torchtitan",
+    "llama3_paper": "torchtitan",
+    "llm_foundry_mpt": "llm-foundry",
+    "llm_foundry_mpt_history": "llm-foundry",
+    "vtrain_ground_truth": "megatron-2022",
+    "korthikanti_2022": "megatron-2022",
+    "megatron_sc21": "megatron-2022",
+    "dlperf_gpt_v100": "megatron-2022",
+    "simumax_b200": "megatron",
+    "nemo_2412": "megatron-bridge",
+    "litgpt": "litgpt",
+    "torchtune": "torchtune",
+    "answerai_fsdp_qlora": "fsdp-qlora",
+    "misc_small": "shardwise",
 }
-OTHER_ADAPTERS = AdapterFacts()
+# ``--lora-rank`` and ``--lora-targets`` of the code and configurations that their pages name (data/README.md).
+ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "litgpt": (8, ("q", "v", "qkv")),
+    "torchtune": (8, ("q", "v", "o", "mlp")),
+    "torchtune llama3.1-70b": (16, ("q", "v", "o", "mlp")),
+    "nemo_2412": (16, ("q", "k", "v", "qkv")),  # nemo/collections/llm/recipes: peft.target_modules = ['linear_qkv']
+    "answerai_fsdp_qlora": (64, ("q", "k", "v", "gate", "up", "down")),
+}
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement. ``memory_bytes`` is of ``memory_kind``; ``reserved_bytes`` where the source has both.
 
-    ``profile`` has what the command's options can say of adapters, ``told_profile`` what their program does besides.
+    ``profile``, ``plan`` and ``workload`` are those of the program that was measured (``--program``).
     """
 
     source: str
     model: str
     framework: str
+    base: ModelProfile
     profile: ModelProfile
-    told_profile: ModelProfile
     plan: Plan
     workload: Workload
     cluster: ClusterSpec
     gpu: str
     gpus: int
-    virtual_stages: int
     step_time_s: float | None
     memory_bytes: int | None
     memory_kind: str
     reserved_bytes: int | None
     oom: bool
 
-    @property
-    def cost_framework(self) -> Framework:
-        """Whose program runs where an axis cuts the model: Megatron-LM's for whole weights, else PyTorch's parts."""
-        return "torchtitan" if self.plan.parsed.shards_parameters else "megatron"
+    def default(self) -> Row:
+        """The same row asked without ``--program``: this package's own."""
+        types = {name: Plan.model_fields[name].default for name in ("program", "weights", "accumulate", "reduce")}
+        axes = {"sequence_parallel": True, "async_tp": False}
+        workload = self.workload.model_copy(update={"program": SHARDWISE})
+        plan = self.plan.model_copy(update=types | axes)
+        return replace(self, plan=plan, workload=workload, profile=_adapted(self.base, plan, workload))
 
     @property
     def label(self) -> str:
@@ -119,6 +135,14 @@ def _row(record: dict[str, str]) -> Row | None:
     seq_len, compiled = int(record["seq_len"]), record["compiled"] == "yes"
     gpus, per_node = int(record["gpus"]), int(record["gpus_per_node"])
     dims = dims_for(strategy, gpus, devices_per_node=per_node)
+    program = _program(record)
+    every = strategy.shards_parameters and strategy.pp == 1 and program.gradient_sync != "last"
+    options = dict(program.plan_options) if strategy.tp > 1 else {}
+    if record["source"] == "korthikanti_2022" and strategy.tp > 1:  # it introduces sequence parallelism, in half
+        options["sequence_parallel"] = record["recompute"] == "selective"
+    virtual = int(record["virtual_stages"])
+    options |= {"virtual_stages": virtual, "pipeline_schedule": "interleaved-1f1b"} if virtual > 1 else {}
+    narrow = record["precision"] != "fp32"
     plan = Plan.model_validate(
         {
             "strategy": str(strategy),
@@ -129,43 +153,58 @@ def _row(record: dict[str, str]) -> Row | None:
             "precision": record["precision"],
             "recompute": record["recompute"],
             "loss_parallel": strategy.tp > 1,
+            "loss_chunks": 8 if "chunks" in record["framework"] else 1,
             "device": "cuda",
-            # published sharded runs reduce after each micro batch, but for those in a pipeline and for litgpt's, which
-            # accumulates under ``no_backward_sync``
-            "gradient_sync": "every"
-            if strategy.shards_parameters and strategy.pp == 1 and record["source"] != "litgpt"
-            else "last",
+            "gradient_sync": "every" if every else "last",
+            "program": program.name,
+            "weights": program.weights if narrow else "fp32",
+            "accumulate": program.accumulate if narrow else "fp32",
+            "reduce": program.reduce if narrow else "fp32",
         }
+        | options
     )
+    rank, targets = _adapters(record, architecture)
     workload = Workload.model_validate(
         {
             "optimizer": record["optimizer"],
             "seq_len": seq_len,
             "global_batch": plan.global_batch,
             "compiled": compiled,
+            "program": program,
+            "lora_rank": rank,
+            "lora_targets": targets,
+            "double_quant": "nf4 without" not in record["framework"],
         }
     )
-    told = _adapters(record, architecture)
-    workload = workload.model_copy(update={"lora_rank": told.rank, "lora_targets": told.targets})
-    plain = _profile(architecture, seq_len)
+    base = _profile(architecture, seq_len)
     return Row(
         source=record["source"],
         model=record["model"],
         framework=record["framework"],
-        profile=plain if strategy.adapter == "none" else adapted(plain, strategy, workload, plan.precision),
-        told_profile=with_adapters(plain, strategy.adapter, facts=told),
+        base=base,
+        profile=_adapted(base, plan, workload),
         plan=plan,
         workload=workload,
         cluster=_cluster(record["gpu"], gpus, per_node, record["network_gbit_per_node"]),
         gpu=record["gpu"],
         gpus=gpus,
-        virtual_stages=int(record["virtual_stages"]),
         step_time_s=float(record["step_time_s"]) if record["step_time_s"] else None,
         memory_bytes=int(record["memory_bytes"]) if record["memory_bytes"] else None,
         memory_kind=record["memory_kind"],
         reserved_bytes=int(record["reserved_bytes"]) if record["reserved_bytes"] else None,
         oom=record["status"] == "oom",
     )
+
+
+def _program(record: dict[str, str]) -> ProgramTraits:
+    """The program that a row measured; torchtitan compiles its loss since 2025."""
+    name, framework = PROGRAMS[record["source"]], record["framework"]
+    recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
+    return find_program("torchtitan-2024" if name == "torchtitan" and not recent else name)
+
+
+def _adapted(base: ModelProfile, plan: Plan, workload: Workload) -> ModelProfile:
+    return base if plan.parsed.adapter == "none" else adapted(base, plan.parsed, workload, plan.precision)
 
 
 def _architecture(record: dict[str, str]) -> Architecture | None:
@@ -184,13 +223,11 @@ def _architecture(record: dict[str, str]) -> Architecture | None:
     )
 
 
-def _adapters(record: dict[str, str], architecture: Architecture) -> AdapterFacts:
-    """What stands beside this row's base; a model has either a fused projection or three."""
-    found = ADAPTERS.get(record["source"], OTHER_ADAPTERS)
-    found = ADAPTERS.get(f"{record['source']} {record['model']}", found)
+def _adapters(record: dict[str, str], architecture: Architecture) -> tuple[int, tuple[str, ...]]:
+    """Rank and targets of this row's adapters; a model has either a fused projection or three."""
+    rank, targets = ADAPTERS.get(f"{record['source']} {record['model']}", ADAPTERS.get(record["source"], (16, ())))
     left_out = ("q", "k", "v") if architecture.fused_qkv else ("qkv",)
-    targets = tuple(name for name in found.targets if name not in left_out)
-    return replace(found, targets=targets, double_quant="nf4 without" not in record["framework"])
+    return rank, tuple(name for name in targets if name not in left_out)
 
 
 @lru_cache(maxsize=512)
@@ -204,6 +241,7 @@ def _cluster(gpu: str, gpus: int, per_node: int, network_gbit_per_node: str) -> 
     cluster = parse_cluster(f"{nodes}x{per_node}x{gpu}" if nodes > 1 else f"{gpus}x{gpu}")
     if network_gbit_per_node and nodes > 1:
         per_device = float(network_gbit_per_node) * 1e9 / 8 / per_node
-        network = (cluster.network or cluster.link).model_copy(update={"kind": "network", "bytes_per_s": per_device})
+        rate = {"kind": "network", "bytes_per_s": per_device, "source": "published"}
+        network = (cluster.network or cluster.link).model_copy(update=rate)
         cluster = cluster.model_copy(update={"network": network})
     return cluster

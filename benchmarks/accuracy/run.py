@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import coverage
 import fit_collectives
 import fit_kernels
 import memory
@@ -31,7 +32,6 @@ import targets
 from rows import load_rows, records_left_out
 
 from shardwise.cost.flops import palm_flops
-from shardwise.cost.time.estimate_time import step_time
 from shardwise.hardware.gpus import find_gpu
 
 HERE = Path(__file__).parent
@@ -92,7 +92,7 @@ def speed_document() -> Document:
     groups: dict[tuple[object, ...], list[Document]] = defaultdict(list)
     for one, flops in zip(timed, work, strict=True):
         row, measured = one.row, one.measured_s
-        untold = step_time(row.profile, row.plan, row.workload, row.cluster, framework=row.cost_framework)
+        untold = speed.seconds_of(row, plain=True)
         line = {
             "source": row.source,
             "framework": row.framework,
@@ -108,12 +108,14 @@ def speed_document() -> Document:
         found.append(line)
         if row.source == speed.CHOICE:
             groups[row.group].append(line | {"rule": speed.rule_of_thumb(one), "untold_s": untold.step_s})
+    covered = coverage.left_out(coverage.ratios(timed))
     choices = [targets.choose(members) for members in groups.values() if len(members) > 1]
     rounded = [{k: digits(v) if isinstance(v, float) else v for k, v in one.items()} for one in choices]
     return {
         "schema": 1,
         "problems": problems,
         "choice": speed.CHOICE,
+        "coverage": {"groups": len(covered), "mean": digits(statistics.fmean(share for *_, share in covered.values()))},
         "groups": sorted(rounded, key=lambda one: -one["model"]),
         "rows": targets.worst_first(found),
     }
@@ -258,7 +260,7 @@ def main() -> None:
     parser.add_argument("--prove", action="store_true", help="of --real only the run of --prove")
     parser.add_argument("--check", action="store_true", help="compare predictions with the record, write nothing")
     parser.add_argument("--render", action="store_true", help="only README.md and the plots, from the last results")
-    parser.add_argument("--repeats", type=int, default=5, help="samples of the planner's speed")
+    parser.add_argument("--repeats", type=int, default=5, help="samples of the planner's speed; 0 keeps the last")
     options = parser.parse_args()
     if options.check:
         check()
@@ -268,10 +270,11 @@ def main() -> None:
     if not options.render:
         if options.real:
             real_runs()
-        write_json(
-            results / "planner_speed.json",
-            planner_document(prove=options.real or options.prove, repeats=options.repeats),
-        )
+        if options.repeats:
+            write_json(
+                results / "planner_speed.json",
+                planner_document(prove=options.real or options.prove, repeats=options.repeats),
+            )
         for script in ("fit_kernels.py", "fit_collectives.py"):
             subprocess.run([sys.executable, str(HERE / script)], check=True, stdout=subprocess.DEVNULL)
         write_csv(results / "kernels.csv", operator_rows())

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from rows import Row, load_rows
 
@@ -25,8 +24,6 @@ from shardwise.errors import PlanError
 from shardwise.search.enumerate import complexity
 from shardwise.search.search import PLAIN_TIE, TIE
 
-# Megatron-LM of before flash attention; of these only Korthikanti 2022 has sequence parallelism, in half of its rows.
-BEFORE_FLASH = ("vtrain_ground_truth", "megatron_sc21", "dlperf_gpt_v100", "korthikanti_2022")
 CHOICE = "vtrain_ground_truth"  # the source whose groups hold many plans each
 
 
@@ -50,32 +47,21 @@ class Timed:
         return self.null_s / self.measured_s - 1
 
 
-def facts(row: Row) -> dict[str, Any]:
-    """What is known about a published program beside its plan: options of `step_time`."""
-    program: dict[str, Any] = {"virtual_stages": row.virtual_stages, "autocast": False, "framework": row.cost_framework}
-    if row.source in BEFORE_FLASH:
-        program |= {"attention": "unfused", "padded": True}
-        program["sequence_parallel"] = row.source == "korthikanti_2022" and row.plan.recompute == "selective"
-    if row.source == "nemo_2412":  # Transformer Engine; its recipes overlap tensor-parallel traffic (tp_comm_overlap)
-        program |= {"async_tp": True, "attention": "cudnn"}
-    return program
+def seconds_of(row: Row, *, plain: bool = False) -> StepTime:
+    """Predict the step of a row with ``--program``, or, if ``plain``, without it."""
+    one = row.default() if plain else row
+    return step_time(one.profile, one.plan, one.workload, one.cluster)
 
 
 def predict(rows: Iterable[Row], *, plain: bool = False) -> tuple[list[Timed], list[str]]:
-    """All rows that have a time, with predictions; and what could not be predicted. ``plain`` leaves out `facts`."""
+    """All rows that have a time, with predictions, ``plain`` without ``--program``; and what could not be predicted."""
     found: list[tuple[Row, float, StepTime]] = []
     problems: list[str] = []
     for row in rows:
         if row.step_time_s is None or row.oom:
             continue
         try:
-            time = step_time(
-                row.profile,
-                row.plan,
-                row.workload,
-                row.cluster,
-                **({"framework": row.cost_framework} if plain else facts(row)),
-            )
+            time = seconds_of(row, plain=plain)
         except PlanError as error:
             problems.append(f"{row.label}: {error}")
             continue
@@ -163,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="every row, worst first")
     parser.add_argument("--worst", type=int, default=15)
     parser.add_argument("--holdout", action="store_true", help="refit without each source, and predict that one")
-    parser.add_argument("--plain", action="store_true", help="predict as the command line does, without `facts`")
+    parser.add_argument("--plain", action="store_true", help="predict as the command line does, without --program")
     options = parser.parse_args()
     if options.holdout:
         from holdout import main as holdout

@@ -288,14 +288,13 @@ CAVEATS = """
   published step times of the tables here, vTrain's among them. So errors of step times and the regret are those of a
   fit, not of unseen data; only the operators have a held-out figure. The sources of memory rows were read while the
   memory model was written. GPU generations with one source (Volta, Ada, CDNA 3) are little more than that source.
-- **Told and untold.** “Told” gives the model what is known of the program that was measured, by its framework or
-  source: of memory, that Megatron accumulates in its buckets, that torchtitan sets expandable segments and, since 2025,
-  compiles its loss where it compiles, and whose loss keeps logits narrow (`memory.py`, `score`); of time, the virtual
-  stages, which attention kernels a stack had, whether it pads the vocabulary and overlaps tensor-parallel traffic, and
-  that autocast's casts are not those of this package (`speed.py`, `predict`). “Untold” knows what the command's options
-  say and no more, but for whose program runs where an axis cuts the model: Megatron-LM's for whole weights, PyTorch's
-  parts for sharded ones (`Row.cost_framework`). `shardwise plan` says what this package's own program needs, which is
-  another. In both, stacks whose kernels are fused by hand count as compiled.
+- **Told and untold.** “Told” is `shardwise plan --program NAME`, with the program that the source measured
+  (`rows.py`, `PROGRAMS`; the traits of each are in `src/shardwise/plan/programs.toml` with their sources). “Untold” is
+  the command without it: what this package's own program needs and takes for the same plan, which is another program.
+  In both, stacks whose kernels are fused by hand count as compiled, and virtual stages are those of the source
+  (`--virtual-stages`).
+- **Interval.** Each source in turn is asked with the interval of the others (`coverage.py`). The factors inside a step
+  had seen it, so that this is optimistic.
 - **Like with like.** `allocated` and `active` are compared with predicted live bytes, `reserved` with what the
   allocator holds, `device` with that and the context; `device` rows (what the driver shows) are not in the median of
   the target. A row “fits” where predicted device bytes are at most the device's memory; the search keeps 3 % free.

@@ -25,6 +25,7 @@ from shardwise.parallel.lora.adapters import parameters_in_full
 from shardwise.plan.dims import dims_for
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import ProgramTraits
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -148,7 +149,9 @@ class TestPacked:
         """litgpt's LoRA: blocks under FSDP1, no reduction before the last micro batch, all in bf16."""
         profile = with_adapters(LLAMA, "lora", facts=AdapterFacts(adapter_bytes=2.0))
         plan = plan_of("fsdp+lora", grad_accum=4, gradient_sync="last")
-        full, apart = (estimate(profile, plan, Workload(), NODE, flat=flat) for flat in (True, False))
+        programs = [ProgramTraits(name="test", flat_parameters=flat, reduce="compute") for flat in (True, False)]
+        plan = plan.model_copy(update={"reduce": "compute"})
+        full, apart = (estimate(profile, plan, Workload(program=program), NODE) for program in programs)
         assert (full.allocated or 0) - (apart.allocated or 0) == pytest.approx(2 * 32 * BLOCK, rel=0.1)
         assert (full.optimizer, full.parameters) == (apart.optimizer, apart.parameters)
 

@@ -32,6 +32,7 @@ from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import ProgramTraits
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.units import GIB
@@ -51,6 +52,10 @@ LLAMA_8B = profile_of(LLAMA, 8192)
 SMALL = profile_of(LLAMA.model_copy(update={"layers": 9, "hidden": 256, "ffn": 704, "heads": 8, "vocab": 1000}), 512)
 NODE = ClusterSpec(device="cuda", device_name="some GPU", devices_per_node=8)
 WORKLOAD = Workload(optimizer_temporaries=0.0)
+
+
+def with_program(**traits: Any) -> Workload:
+    return WORKLOAD.model_copy(update={"program": ProgramTraits(name="test", **traits)})
 
 
 def plan_for(strategy: str, world: int, **options: Any) -> Plan:
@@ -148,7 +153,11 @@ class TestAtRest:
         """Megatron-LM: 2 bytes for a weight, 4 for its gradient, 12 for master and moments, cut by zero1."""
         shares = {}
         for strategy in ("ddp+tp2", "zero1+tp2"):
-            found = estimate(LLAMA_8B, plan_for(strategy, 8), WORKLOAD, NODE, framework="megatron")
+            plan, workload = (
+                plan_for(strategy, 8, weights="masters"),
+                with_program(modules="megatron", weights="masters"),
+            )
+            found = estimate(LLAMA_8B, plan, workload, NODE)
             elements = found.parameters // 2
             assert found.gradients == 4 * elements
             shares[strategy] = found.optimizer / elements
@@ -231,7 +240,7 @@ class TestStages:
 
     def test_the_first_stage_holds_more_micro_batches(self):
         plan = plan_for("ddp+pp4", 4)
-        layout, even = layout_of(plan), layout_of(plan, "megatron")
+        layout, even = layout_of(plan), layout_of(plan, ProgramTraits(modules="megatron"))
         assert stage_counts(LLAMA_8B, layout) == (9, 9, 8, 6), "the head costs as much as two blocks"
         assert heavy_stages(LLAMA_8B, layout) == (0, 3)
         odd = profile_of(LLAMA.model_copy(update={"layers": 33}), 8192)
@@ -461,13 +470,14 @@ class TestProgram:
         once = estimate(LLAMA_8B, plan_for("fsdp", 8), WORKLOAD, NODE)
         assert none.allocated - once.allocated == pytest.approx(none.gradients, rel=1e-3), "shards of the first"
         ddp = plan_for("ddp", 8, grad_accum=4)
-        beside, inside = (estimate(LLAMA_8B, ddp, WORKLOAD, NODE, buckets_add=add).allocated for add in (False, True))
+        programs = (WORKLOAD, with_program(adds_in_buckets=True))
+        beside, inside = (estimate(LLAMA_8B, ddp, workload, NODE).allocated for workload in programs)
         assert beside - inside == pytest.approx(4 * LLAMA_8B.num_parameters, rel=0.3)
 
     def test_other_programs(self):
         plan = plan_for("fsdp", 8, grad_accum=4)
         ours = estimate(LLAMA_8B, plan, WORKLOAD, NODE)
-        fused = estimate(LLAMA_8B, plan, WORKLOAD, NODE, fused_loss=True)
+        fused = estimate(LLAMA_8B, plan, with_program(loss="fused"), NODE)
         assert fused.logits == 2 * 8192 * 128256 and ours.logits == 12 * 8192 * 128256
 
     def test_cached_memory_is_given_back_before_it_is_too_little(self):

@@ -54,6 +54,11 @@ OTHERS = {
     "static_graph": True,
     "bucket_cap_mb": 5,
     "device": "cpu",
+    "weights": "compute",
+    "accumulate": "compute",
+    "reduce": "compute",
+    "rounding": "kahan",
+    "program": "megatron",
     "reason": "",
 }
 

@@ -23,6 +23,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import ProgramTraits
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 
@@ -78,7 +79,10 @@ def predict(
         | {"seq_len": profile.seq_len, "precision": "bf16", "device": found.device, "loss_parallel": dims.tp > 1}
         | plan
     )
-    return step_time(profile, made, Workload.model_validate(workload or {}), found, **(options or {}))
+    measured = {key: value for key, value in (options or {}).items() if key in ("rates", "calibration")}
+    traits = {key: value for key, value in (options or {}).items() if key not in measured}
+    program = {"program": ProgramTraits.model_validate(traits)} if traits else {}
+    return step_time(profile, made, Workload.model_validate((workload or {}) | program), found, **measured)
 
 
 def test_parts_add_up_whatever_the_plan() -> None:
@@ -146,7 +150,7 @@ def test_a_pipeline_has_its_bubble() -> None:
     shares = [one.pipeline_s / (one.step_s - one.optimizer_s) for one in found]
     assert shares[0] > 0.75 and shares[0] > shares[1] > shares[2]
     assert shares[2] < 7 / 71 + 0.02  # the head unbalances the stages, which shrinks the others' share
-    interleaved = predict("ddp+pp8", grad_accum=8, options={"virtual_stages": 4})
+    interleaved = predict("ddp+pp8", grad_accum=8, virtual_stages=4)
     assert interleaved.pipeline_s < found[1].pipeline_s
 
 
@@ -154,16 +158,16 @@ def test_tensor_parallel_divides_work_and_pays_for_it() -> None:
     one, two = predict("fsdp", micro_batch=2), predict("fsdp+tp2", micro_batch=2)
     assert one.exposed_tp_s == 0 and two.exposed_tp_s > 0
     assert 0.5 < two.compute_s / one.compute_s < 0.65
-    assert predict("fsdp+tp2", micro_batch=2, options={"async_tp": True}).step_s < two.step_s
+    assert predict("fsdp+tp2", micro_batch=2, async_tp=True).step_s < two.step_s
     across = predict("fsdp+tp8", parse_cluster("4x2xA100-80GB"))  # tensor parallel over the network
     assert across.exposed_tp_s > 3 * predict("fsdp+tp8").exposed_tp_s
 
 
 def test_programs_of_before_sequence_parallel_and_flash_attention() -> None:
     new = predict("ddp+tp8", micro_batch=4)
-    plain = predict("ddp+tp8", micro_batch=4, options={"sequence_parallel": False})
+    plain = predict("ddp+tp8", micro_batch=4, sequence_parallel=False)
     assert plain.compute_s > new.compute_s  # norms and residuals are whole on every rank
-    slow = predict("ddp+tp8", profile=model(layers=4, seq_len=128), options={"sequence_parallel": False})
+    slow = predict("ddp+tp8", profile=model(layers=4, seq_len=128), sequence_parallel=False)
     assert slow.exposed_tp_s < predict("ddp+tp8", profile=model(layers=4, seq_len=128)).exposed_tp_s  # half the starts
     unfused = predict("ddp+tp8", micro_batch=4, options={"attention": "unfused"})
     assert unfused.compute_s > 1.1 * new.compute_s
@@ -173,20 +177,20 @@ def test_programs_of_before_sequence_parallel_and_flash_attention() -> None:
 def test_megatron_hides_reductions_that_pytorch_waits_for() -> None:
     hopper = parse_cluster("8xH100-SXM")
     megatron, ours = (
-        predict("ddp+tp8", hopper, micro_batch=4, options={"framework": stack}) for stack in ("megatron", "shardwise")
+        predict("ddp+tp8", hopper, micro_batch=4, options={"modules": stack}) for stack in ("megatron", "shardwise")
     )
     assert megatron.exposed_tp_s < 0.9 * ours.exposed_tp_s
     assert megatron.compute_s < ours.compute_s  # cuDNN's attention
-    flash = {"framework": "megatron", "attention": "flash"}
+    flash = {"modules": "megatron", "attention": "flash"}
     assert predict("ddp+tp8", hopper, micro_batch=4, options=flash).compute_s > megatron.compute_s
-    not_run, named = (predict("zero1+tp2", hopper, options=o) for o in ({}, {"framework": "megatron"}))
+    not_run, named = (predict("zero1+tp2", hopper, options=o) for o in ({}, {"modules": "megatron"}))
     assert not_run == named, "what this version does not run is timed as Megatron-LM does it"
 
 
 def test_context_parallel_waits_for_exchanges_that_a_ring_hides() -> None:
     """Long samples over NVLink: a ring computes while it sends; an exchange has nothing beside it, but moves less."""
     ours, ring = (
-        predict("fsdp+cp4", "8xH100-SXM", model(layers=4, seq_len=65536), options={"framework": stack})
+        predict("fsdp+cp4", "8xH100-SXM", model(layers=4, seq_len=65536), options={"modules": stack})
         for stack in ("shardwise", "torchtitan")
     )
     assert ring.exposed_cp_s == 0 < ours.exposed_cp_s < 0.1 * ours.step_s
@@ -195,9 +199,7 @@ def test_context_parallel_waits_for_exchanges_that_a_ring_hides() -> None:
 def test_whole_weights_beside_an_axis_are_copied_for_each_micro_batch() -> None:
     """FSDP2 over shards of one rank sends nothing to gather, and copies."""
     ours, theirs = (
-        predict(
-            "ddp+tp2", "8xH100-SXM", micro_batch=1, grad_accum=8, options={"framework": stack, "attention": "flash"}
-        )
+        predict("ddp+tp2", "8xH100-SXM", micro_batch=1, grad_accum=8, options={"modules": stack, "attention": "flash"})
         for stack in ("shardwise", "megatron")
     )
     assert ours.compute_s > 1.02 * theirs.compute_s
@@ -214,7 +216,10 @@ def test_a_vocabulary_is_padded_where_it_is_said() -> None:
     odd = profile_of(Architecture(
         name="odd", family="gpt", layers=2, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=50257,
     ), 1024)  # fmt: skip
-    assert predict("ddp", profile=odd, options={"padded": True}).compute_s < 0.9 * predict("ddp", profile=odd).compute_s
+    assert (
+        predict("ddp", profile=odd, options={"pads_vocab": True}).compute_s
+        < 0.9 * predict("ddp", profile=odd).compute_s
+    )
 
 
 def test_large_products_are_held_back_by_power_only_where_sweeps_do_not_show_it() -> None:
@@ -253,10 +258,10 @@ def test_compiling_fuses_what_moves_memory() -> None:
 
 
 def test_autocast_casts_weights_of_whole_copies() -> None:
-    plain, cast = predict("ddp", options={"autocast": False}), predict("ddp")
+    plain, cast = predict("ddp", weights="masters"), predict("ddp")
     assert cast.compute_s > plain.compute_s
-    assert predict("ddp+tp2") == predict("ddp+tp2", options={"autocast": False}), "narrow weights with fp32 masters"
-    assert predict("fsdp", options={"autocast": True}) == predict("fsdp")
+    narrow = {"options": {"modules": "megatron"}}
+    assert predict("ddp+tp2", **narrow) == predict("ddp+tp2", weights="masters", **narrow)
 
 
 def test_the_optimizer_moves_its_share() -> None:

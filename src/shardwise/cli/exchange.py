@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from shardwise.cli.arguments import Json
-from shardwise.cli.plan_request import choice_problems, find_cluster
+from shardwise.cli.option_values import choice_problems
+from shardwise.cli.plan_request import find_cluster
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
 from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.arguments import Calibration, Json, PlanFile
+from shardwise.cli.option_values import LOSSES, choice_problems
 from shardwise.cli.plan import answer_console
 from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_question import read_question
-from shardwise.cli.plan_request import LOSSES, PlanRequest, choice_problems
+from shardwise.cli.plan_request import PlanRequest
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy

@@ -16,17 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
+from shardwise.cli.option_values import about_program, bad_choices, program_of, read_count, read_length
 from shardwise.cli.plan_config import batch_of, is_config, profile_of_model, with_config
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
-from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.objective import OBJECTIVES, Objective
+from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
 from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, program_names
 from shardwise.plan.strategy import complete_strategy, parse_strategy
+from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.run.calibration import read_links
 from shardwise.search.candidate import Pins
@@ -35,9 +38,7 @@ from shardwise.search.problem import default_precision, precision_text, unknown_
 FoundT = TypeVar("FoundT")
 
 USUAL_LENGTH = 4096
-LONGEST = 2**27
 SHORTER = (2048, 1024, 512, 128)
-LOSSES = ("plain", "fused")
 THIS_MACHINE = "this machine"
 DEFAULT_RANK = 16
 
@@ -124,6 +125,34 @@ class PlanRequest(BaseModel):
     loss_chunks: Annotated[
         int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
     ] = 1
+    program_text: Annotated[
+        str,
+        typer.Option("--program", help=f"Whose costs: {', '.join(program_names())}, or a TOML file of traits."),
+        Word(str, OWN, name="program"),
+    ] = OWN
+    program: ProgramTraits = SHARDWISE
+    weights: Annotated[
+        WeightType | None,
+        typer.Option(help="Stored as fp32, compute (pure bf16), masters (beside fp32 ones); default: the program's."),
+        Word(),
+    ] = None
+    accumulate: Annotated[
+        GradientType | None, typer.Option(help="Type of gradients beside masters: fp32 or compute."), Word()
+    ] = None
+    reduce: Annotated[
+        GradientType | None, typer.Option(help="Type in which gradients are reduced: fp32 or compute."), Word()
+    ] = None
+    rounding: Annotated[
+        Rounding | None, typer.Option(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
+    ] = None
+    virtual_stages: Annotated[
+        int, typer.Option(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)
+    ] = 1
+    document_len: Annotated[
+        int | None,
+        typer.Option(help="Mean tokens of documents packed into a sample; attention stays inside each.", min=1),
+        Word(int | None),
+    ] = None
     objective: Annotated[
         Objective,
         typer.Option(help="lm (next tokens), or dpo: pairs and a frozen reference; planned, not run."),
@@ -162,6 +191,8 @@ class PlanRequest(BaseModel):
             framework_overhead=self.framework_overhead,
             average=self.average,
             objective=self.objective,
+            program=self.program,
+            document_len=self.document_len,
         )
 
     @property
@@ -183,6 +214,8 @@ class PlanRequest(BaseModel):
         given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
         given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
         given |= {"compile": True} if self.compiled else {}
+        if self.virtual_stages > 1:
+            given |= {"virtual_stages": self.virtual_stages, "pipeline_schedule": "interleaved-1f1b"}
         if self.adapter is not None:
             update = {"rank": self.lora_rank, "targets": self.lora_targets or self.adapter.targets}
             given["adapter"] = self.adapter.model_copy(update=update)
@@ -259,7 +292,8 @@ def read_request(
     if words["strategy"] not in (None, "auto"):
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
-    problems += _bad_choices(words)
+    problems += bad_choices(words)
+    program = tried(problems, lambda: program_of(words))
     tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     pinned = words["strategy"]
     strategy = tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
@@ -277,9 +311,9 @@ def read_request(
     if calibration is not None and cluster is not None:
         links, about = tried(problems, partial(read_links, calibration, cluster)) or (None, [])
         notes += about
-    if problems or cluster is None or profile is None:
+    if problems or cluster is None or profile is None or program is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
-    notes += _left_out(words, profile, cluster, links)
+    notes += _left_out(words, profile, cluster, links) + about_program(program, words["program"])
     if words["precision"] is None:
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
@@ -303,6 +337,8 @@ def read_request(
             "fused_loss": words["loss"] == "fused",
             "framework_overhead": words["framework_overhead"] == "on",
             "strategy": strategy,
+            "program": program,
+            "program_text": words["program"],
             "calibration": links,
         }
     )
@@ -327,27 +363,6 @@ def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, 
     except PlanError as error:
         return list(error.problems)
     return []
-
-
-def _bad_choices(words: Mapping[str, Any]) -> list[str]:
-    choices: list[tuple[str, str | None, tuple[str, ...]]] = [
-        ("--recompute", words["recompute"], get_args(Recompute)),
-        ("--precision", words["precision"], get_args(Precision)),
-        ("--optimizer", words["optimizer"], tuple(OPTIMIZERS)),
-        ("--loss", words["loss"], LOSSES),
-        ("--objective", words["objective"], OBJECTIVES),
-        ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-    ]
-    return choice_problems(choices)
-
-
-def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
-    """List each option whose given value is unknown, with the known values."""
-    return [
-        f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
-        for option, value, known in choices
-        if value is not None and value not in known
-    ]
 
 
 def _left_out(
@@ -379,38 +394,6 @@ def _left_out(
             f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
         )
     return notes
-
-
-def read_count(text: str) -> float:
-    """Parse ``1e12``, ``300B`` or ``1.5T`` to a number.
-
-    Raises:
-        UserError: it is not a number, or not above 0.
-    """
-    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
-    try:
-        number = float(digits.replace("_", "")) * unit
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"--tokens '{text}' must be a positive number; write it as 1e12, 300B or 1.5T")
-    return number
-
-
-def read_length(text: str | None) -> int | None:
-    """``4096`` or ``4k`` as a number of tokens.
-
-    Raises:
-        UserError: it is none, or out of range.
-    """
-    if text is None:
-        return None
-    digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
-    number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
-    if not 1 <= number <= LONGEST:
-        raise UserError(f"--seq-len '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
-    return number
 
 
 def _only(clusters: list[str] | None) -> str | None:

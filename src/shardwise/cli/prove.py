@@ -18,6 +18,7 @@ from rich.table import Table
 from shardwise.cli.plan_config import is_config
 from shardwise.errors import UserError
 from shardwise.plan.optimizers import OPTIMIZERS, either, names_without
+from shardwise.plan.plan import Plan, type_words
 from shardwise.search.candidate import Candidate
 from shardwise.units import bytes_text, seconds_text
 
@@ -46,12 +47,7 @@ def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, cons
     if not candidate.runnable:
         raise UserError(
             "--prove runs the plan's own program, and this version plans "
-            f"{candidate.why_not_runnable} but does not run it; "
-            + (
-                "pin a strategy that runs, such as --strategy fsdp"
-                if plan.objective == "lm"
-                else "leave --objective out"
-            )
+            f"{candidate.why_not_runnable} but does not run it; " + _way_out(plan)
         )
     spec = OPTIMIZERS[optimizer]
     if "dry_run" in spec.refuses:
@@ -63,6 +59,12 @@ def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, cons
     found = prove(source, plan, optimizer=settings)
     _print(found, candidate, console)
     return {"ranks": [_document(run, candidate) for run in found]}
+
+
+def _way_out(plan: Plan) -> str:
+    if words := type_words(plan):
+        return f"leave the options behind {' and '.join(words)} out"
+    return "leave --objective out" if plan.objective != "lm" else "pin a strategy that runs, such as --strategy fsdp"
 
 
 def source_of(model: str) -> ModelSource | Callable[[], nn.Module]:

@@ -46,7 +46,8 @@ class GpuSpec(BaseModel):
     ``memory_bytes`` is the total that PyTorch reports (``torch.cuda.mem_get_info``), which is less than the name
     suggests: 79.15 GiB on an "80 GB" A100. It varies by a few tenths of a GiB with driver and ECC; the lowest observed
     value is used. ``memory_source`` names its source, or states that the data sheet's GB are used instead.
-    ``measured_flops`` is the best matmul rate of a published sweep. ``nvlink`` joins all the devices of a node (NVLink,
+    ``measured_flops`` is the best matmul rate of a published sweep, ``sustained_flops`` the 16-bit one of a long run
+    where it is not the generation's. ``nvlink`` joins all the devices of a node (NVLink,
     or AMD's xGMI); ``bridge`` joins pairs of cards and is sold separately. ``pcie`` is the link to the host's memory,
     16 lanes. ``network`` is that of ``network.source``'s typical node, for each device. ``devices_per_node`` is the
     maximum per node. Prices are US dollars: for an hour of one GPU, or for buying one at its launch.
@@ -60,6 +61,7 @@ class GpuSpec(BaseModel):
     memory_bytes_per_s: float | None = None
     peak_flops: dict[str, float] = {}
     measured_flops: dict[str, float] = {}
+    sustained_flops: float | None = None
     nvlink: Link | None = None
     pcie: Link | None = None
     network: Link | None = None
@@ -263,6 +265,7 @@ class Generation:
     fitted: bool = False
     in_step: tuple[float, float, float, float] | None = None
     spread: tuple[float, float] | None = None
+    programs: tuple[str, ...] = ()
     full_power_flops: float | None = None
     full_power_watts: float | None = None
     lasting_flops: float | None = None

@@ -28,6 +28,9 @@ BF16_BYTES = 2.0
 BLOCK, SCALES_BLOCK = 64, 256  # weights that share a scale; scales that share one (bitsandbytes)
 NF4_BYTES = (4 + 8 / BLOCK + 32 / (BLOCK * SCALES_BLOCK)) / 8
 NF4_PLAIN_BYTES = (4 + 32 / BLOCK) / 8
+# Host time of an adapter's op, of a block's: `layer_time.EAGER_LAUNCHES` holds for Megatron's modules with their casts
+# and small kernels; PEFT's are bare calls of functional.linear, dropout, mul and add. An estimate.
+ADAPTER_LAUNCHES = 0.4
 KINDS = ("lora", "qlora")
 ROLES = ("all-linear", "attention", "mlp")
 _ATTENTION = ("q", "k", "v", "qkv", "o")
@@ -328,7 +331,14 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
     if facts.dropout:  # one kernel reads the input and writes the result and the mask
         mask = read * facts.mask_bytes
         found.append(
-            Op(f"{op.name}.lora_dropout", "pointwise", moved=2 * read + read // 2, saved_bytes=mask, tp_sharding=inner)
+            Op(
+                f"{op.name}.lora_dropout",
+                "pointwise",
+                moved=2 * read + read // 2,
+                launches=ADAPTER_LAUNCHES,
+                saved_bytes=mask,
+                tp_sharding=inner,
+            )
         )
     sides = 2 * large if facts.dora else 0
     return [
@@ -340,6 +350,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             op.k,
             rank,
             flops=2.0 * op.k * small,
+            launches=ADAPTER_LAUNCHES,
             saved=copied,
             tp_sharding=inner,
             weight=True,
@@ -351,6 +362,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             rank,
             op.n,
             flops=2.0 * rank * large,
+            launches=ADAPTER_LAUNCHES,
             saved=small,
             temporary=large,
             tp_sharding=outer,
@@ -360,7 +372,7 @@ def _adapter_ops(op: Op, facts: AdapterFacts) -> list[Op]:
             f"{op.name}.lora_sum",
             "pointwise",
             moved=5 * large + sides,
-            launches=2 + (2 if facts.dora else 0),
+            launches=(2 + (2 if facts.dora else 0)) * ADAPTER_LAUNCHES,
             saved=sides,
             temporary=large,
             tp_sharding=outer,

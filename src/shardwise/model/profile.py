@@ -61,7 +61,7 @@ class Op:
     flops: float = 0.0
     moved: int = 0
     moved_fp32: int = 0
-    launches: int = 1  # kernels that eager PyTorch launches forward
+    launches: float = 1  # kernels that eager PyTorch launches forward
     saved: int = 0
     saved_fp32: int = 0
     saved_bytes: int = 0

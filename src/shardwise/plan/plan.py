@@ -24,6 +24,7 @@ from shardwise.plan.parallel_options import (
     without_effect,
 )
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
+from shardwise.plan.tensor_types import WEIGHT_WORDS, GradientType, Rounding, WeightType
 from shardwise.units import counted
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
@@ -43,7 +44,9 @@ class Plan(StepOptions, ParallelOptions):
     samples; ``seq_len`` counts tokens (``None`` where samples are not sequences). `ParallelOptions` and `StepOptions`
     declare the options. ``stage_blocks`` is the number of blocks of each pipeline stage: the search and `prepare` write
     it, the split and the receipt read it. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of
-    the fingerprint. Under ``objective`` dpo a sample is a pair of sequences.
+    the fingerprint. Under ``objective`` dpo a sample is a pair of sequences. ``weights``, ``accumulate`` and ``reduce``
+    are types of tensors beside the compute type (`plan.tensor_types`); other than the defaults they are planned, not
+    run. ``program`` is the one whose costs were predicted (`plan.program`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +63,11 @@ class Plan(StepOptions, ParallelOptions):
     stage_blocks: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     device: DeviceType = "cpu"
     objective: Objective = "lm"
+    weights: WeightType = "fp32"
+    accumulate: GradientType = "fp32"
+    reduce: GradientType = "fp32"
+    rounding: Rounding = "nearest"
+    program: str = "shardwise"
     reason: str = ""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -96,7 +104,7 @@ class Plan(StepOptions, ParallelOptions):
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are equivalent
         # options newer than the first plans: omitted at the values that those plans ran with
-        later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None, "objective": "lm"}
+        later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None, "objective": "lm"} | TYPE_DEFAULTS
         facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -131,6 +139,35 @@ class Plan(StepOptions, ParallelOptions):
     def to_json(self) -> str:
         """Serialize as one line of JSON."""
         return self.model_dump_json(by_alias=True)
+
+
+TYPE_DEFAULTS: dict[str, str] = {
+    name: Plan.model_fields[name].default for name in ("weights", "accumulate", "reduce", "rounding", "program")
+}
+"""Fields newer than the first plans that this version does not run at another value."""
+
+
+def type_words(plan: Plan) -> list[str]:
+    """Return what of a plan's types and program this version only plans."""
+    words = [f"--program {plan.program}"] if plan.program != TYPE_DEFAULTS["program"] else []
+    words += [WEIGHT_WORDS[plan.weights]] if plan.weights != "fp32" else []
+    words += ["gradients accumulated in the compute type"] if plan.accumulate != "fp32" else []
+    words += ["gradients reduced in the compute type"] if plan.reduce != "fp32" else []
+    return words + ([f"{plan.rounding} rounding"] if plan.rounding != "nearest" else [])
+
+
+def type_problems(plan: Plan) -> list[str]:
+    """Return the contradictions of a plan's types."""
+    found, low = [], plan.precision != "fp32"
+    wide = [name for name in ("weights", "accumulate", "reduce") if getattr(plan, name) != TYPE_DEFAULTS[name]]
+    if wide and not low:
+        shown = " and ".join(f"{name} = '{getattr(plan, name)}'" for name in wide)
+        found.append(f"{shown} with precision fp32: the compute type is fp32; take bf16, or leave it out")
+    if plan.rounding != "nearest" and plan.weights != "compute":
+        found.append(f"rounding = '{plan.rounding}' is of weights = 'compute'; with fp32 weights leave it out")
+    if plan.accumulate != "fp32" and plan.weights != "masters":
+        found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
+    return found
 
 
 def read_plan(path: Path) -> Plan:
@@ -174,6 +211,8 @@ def runnable(plan: Plan) -> Plan:
         raise PlanError(*problems)
     if plan.precision == "fp8":
         raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
+    if words := type_words(plan):
+        raise PlanError(f"{' and '.join(words)}: can be planned but is not run by this version; make a plan without it")
     if run_by := RUN_BY[plan.objective]:
         raise PlanError(
             f"objective {plan.objective} can be planned but is not run by this version; {run_by}: make a plan without "
@@ -184,7 +223,7 @@ def runnable(plan: Plan) -> Plan:
 
 def not_runnable(plan: Plan) -> tuple[str, ...]:
     """Return what of ``plan`` this version only plans; empty if it runs."""
-    words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
+    words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else []), *type_words(plan)]
     words += [f"objective {plan.objective} ({run_by})"] if (run_by := RUN_BY[plan.objective]) else []
     engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
     return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))
@@ -214,7 +253,7 @@ def axis_problems(plan: Plan) -> list[str]:
             f"static_graph with grad_accum {plan.grad_accum}: PyTorch's DDP fails on a first backward that does not "
             "reduce; set grad_accum to 1, or leave static_graph out"
         )
-    wrong += stage_problems(plan)
+    wrong += stage_problems(plan) + type_problems(plan)
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
     wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []

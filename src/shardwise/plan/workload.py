@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, OptimizerSpec
+from shardwise.plan.program import SHARDWISE, ProgramTraits
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -35,7 +36,8 @@ class Workload(BaseModel):
     buffers, and the host time between kernels. ``lora_…``, ``double_quant`` and ``modules_to_save`` are a plan's
     adapters, where it has some
     (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
-    layout. ``objective`` is that of the plans that are searched.
+    layout. ``objective`` is that of the plans that are searched. ``program`` has the traits of the program that runs.
+    ``document_len`` is the mean length of the documents that are packed into a sample; attention stays inside each.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -62,6 +64,8 @@ class Workload(BaseModel):
     modules_to_save: tuple[str, ...] = ()
     average: bool = False
     objective: Objective = "lm"
+    program: ProgramTraits = SHARDWISE
+    document_len: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -80,6 +84,11 @@ class Workload(BaseModel):
     def compiles(self, plan: Plan) -> bool:
         """Return whether blocks run under ``torch.compile``: the one rule for memory and time."""
         return self.compiled or plan.compile
+
+    def fuses_loss(self, plan: Plan) -> bool:
+        """Return whether the loss never widens the logits: asked for, or the program's."""
+        loss = self.program.loss
+        return self.fused_loss or loss == "fused" or (loss == "compiled" and self.compiles(plan))
 
     @property
     def custom_state(self) -> OptimizerSpec | None:

@@ -21,6 +21,7 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import Objective
 from shardwise.plan.parallel_options import GradientSync
 from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.tensor_types import GradientType, WeightType
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.problem import usable_bytes
@@ -82,6 +83,8 @@ class WorkloadFacts(Facts):
     compiled: bool
     fused_loss: bool = Field(description="the loss never widens the logits to fp32")
     framework_overhead: bool
+    program: str = Field(description="whose costs are predicted: this package's, or another program's")
+    document_len: int | None = Field(description="mean tokens of documents packed into a sample")
     objective: Objective = Field(description="lm, or dpo: a sample is a pair, beside a frozen reference; planned only")
 
 
@@ -145,6 +148,9 @@ class CandidateEntry(Facts):
     optimizer_in_backward: bool = Field(description="each weight is stepped as its gradient is done")
     adapter: AdapterOptions | None = Field(description="what is trained under +lora and +qlora")
     precision: Precision
+    weights: WeightType = Field(description="stored as fp32, compute (pure bf16) or masters (beside fp32 ones)")
+    accumulate: GradientType = Field(description="type of gradients beside masters")
+    reduce: GradientType = Field(description="type in which gradients are reduced")
     memory_bytes: MemoryBytes
     phases: list[PhaseBytes]
     step_time_s: float | None
@@ -212,8 +218,10 @@ def document(
                     "fused_loss",
                     "framework_overhead",
                     "objective",
+                    "document_len",
                 }
             ),
+            program=workload.program.name,
         ),
         recommended=result.recommended,
         considered=result.considered,
@@ -285,6 +293,9 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
     return CandidateEntry(
         strategy=plan.strategy,
         fits=candidate.fits,
+        weights=candidate.plan.weights,
+        accumulate=candidate.plan.accumulate,
+        reduce=candidate.plan.reduce,
         runnable=candidate.runnable,
         why_not_runnable=candidate.why_not_runnable,
         reason=candidate.reason,

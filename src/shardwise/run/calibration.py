@@ -81,10 +81,12 @@ def _over(links: CalibrationFile, cluster: ClusterSpec) -> Costs:
 
 def _wrapped(plain: Costs, correction_of: Callable[[str], Correction | None]) -> Costs:
     def estimate(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> Estimate:
-        return corrected_memory(plain.estimate(profile, plan, workload, cluster), correction_of(plan.parsed.base))
+        own = correction_of(plan.parsed.base) if workload.program.is_own else None  # runs of ``train``
+        return corrected_memory(plain.estimate(profile, plan, workload, cluster), own)
 
     def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
-        return corrected_time(plain.step_time(profile, plan, workload, cluster), correction_of(plan.parsed.base))
+        own = correction_of(plan.parsed.base) if workload.program.is_own else None
+        return corrected_time(plain.step_time(profile, plan, workload, cluster), own)
 
     return replace(plain, estimate=estimate, step_time=step_time)
 

@@ -23,15 +23,19 @@ def adapted(
     """
     from shardwise.model.lora import AdapterFacts, with_adapters
 
+    program = workload.program
+    wide = precision == "fp32" or program.adapters == "fp32"
     full = not strategy.shards_parameters and strategy.tp * strategy.pp == 1
     facts = AdapterFacts(
         rank=workload.lora_rank,
         targets=workload.lora_targets,
         double_quant=workload.double_quant,
-        dropout=workload.lora_dropout > 0,
+        dropout=workload.lora_dropout > 0 or program.lora_dropout,
         dora=workload.lora_dora,
         base_bytes=4.0 if precision == "fp32" else 2.0,
-        copies_inputs=full and precision != "fp32",
+        adapter_bytes=4.0 if wide else 2.0,
+        copies_inputs=full and precision != "fp32" and wide,
+        keeps_inputs=program.adapter_keeps_inputs,
         modules_to_save=workload.modules_to_save,
         mask_bytes=1 if device == "cuda" else itemsize_of(precision),
     )

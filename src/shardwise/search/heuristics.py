@@ -42,6 +42,7 @@ class Totals:
     per_node: int
     state_bytes: float  # of one trained element's optimizer state
     weight_bytes: float
+    gradient_bytes: float  # of one trained element at rest
     kv_share: float  # key-value heads over heads
 
 
@@ -54,6 +55,8 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     host = (gpu.pcie.bytes_per_s if gpu and gpu.pcie else None) or HOST_LINK_BYTES_PER_S
     spec = workload.custom_state
     stored = sum(w.num_elements * w.itemsize * unit.count for unit in profile.units for w in unit.weights)
+    program, width = workload.program, 4 if precision == "fp32" else 2
+    narrow = width / 4 if program.weights == "compute" else 1.0
     parameters, each = profile.num_parameters, SEQUENCES[workload.objective]
     return Totals(
         parameters=parameters,
@@ -67,8 +70,9 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         network=network * LINK_SHARE,
         host_link=host * LINK_SHARE,
         per_node=cluster.devices_per_node,
-        state_bytes=4.0 * (workload.optimizer_states or 0) if spec is None else spec.least_bytes,
-        weight_bytes=stored / max(1, parameters),
+        state_bytes=(4.0 * (workload.optimizer_states or 0) if spec is None else spec.least_bytes) * narrow,
+        weight_bytes=stored / max(1, parameters) * (1.0 if program.weights == "fp32" else width / 4),
+        gradient_bytes=float(width if program.accumulate == "compute" or program.weights == "compute" else 4),
         kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
     )
 
@@ -81,7 +85,7 @@ def min_bytes(totals: Totals, layout: Layout) -> float:
     model_ways = dims.tp * dims.pp
     ways = dims.dp_shard if strategy.shards_parameters else 1
     state_ways = dims.dp if strategy.base == "zero1" else ways
-    state_bytes = totals.parameters * totals.weight_bytes + totals.trainable * 4
+    state_bytes = totals.parameters * totals.weight_bytes + totals.trainable * totals.gradient_bytes
     return state_bytes / (model_ways * ways) + totals.trainable * totals.state_bytes / (model_ways * state_ways)
 
 

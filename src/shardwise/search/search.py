@@ -21,6 +21,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.parallel_options import OPTION_DEFAULTS, TRAIN_DEFAULTS, GradientSync, has_effect
 from shardwise.plan.plan import Plan, Recompute
+from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
@@ -115,6 +116,12 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
         PlanError: there is no layout.
     """
     found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
+    program = problem.workload.program
+    others = {one.name: why for one in found if (why := program.refuses(one.strategy))}
+    if others and len({one.name for one in found}) == len(others):
+        raise PlanError(next(iter(others.values())))
+    refused += [Refusal(name, why) for name, why in others.items()]
+    found = [one for one in found if one.name not in others]
     kept = [one for one in found if not (problem.only_runnable and one.strategy.not_runnable)]
     if not kept:
         only_planned = [f"{one.name} is planned, not run" for one in found]
@@ -146,15 +153,30 @@ def plan_for(
         gradient_sync=sync if layout.share > micro else "last",
         device=problem.cluster.device,
         objective=problem.workload.objective,
+        **type_options(problem),
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
-        **axis_options(problem.pins, layout.strategy),
+        **axis_options(problem.pins, layout.strategy, problem.workload.program),
     )
 
 
-def axis_options(pins: Pins, strategy: Strategy) -> dict[str, Any]:
-    """Return the options of a plan's axes: pinned, or the defaults of ``train``."""
+def type_options(problem: SearchProblem) -> dict[str, Any]:
+    """Return the types of weights and gradients: the program's; a compute type of fp32 leaves nothing to choose."""
+    program = problem.workload.program
+    if problem.precision == "fp32":
+        return {"program": program.name}
+    return {
+        "program": program.name,
+        "weights": program.weights,
+        "accumulate": program.accumulate if program.weights == "masters" else "fp32",
+        "reduce": program.reduce,
+        "rounding": program.rounding,
+    }
+
+
+def axis_options(pins: Pins, strategy: Strategy, program: ProgramTraits = SHARDWISE) -> dict[str, Any]:
+    """Return the options of a plan's axes: pinned, or the defaults of the program, ``train`` or another."""
     usual = {name: default for name, default in TRAIN_DEFAULTS.items() if default != OPTION_DEFAULTS[name]}
-    wanted = usual | {key: value for key, value in pins.options.items() if key != "adapter"}
+    wanted = usual | program.plan_options | {key: value for key, value in pins.options.items() if key != "adapter"}
     return {name: value for name, value in wanted.items() if has_effect(name, strategy)}
 
 
@@ -169,10 +191,10 @@ def fitting_options(problem: SearchProblem, layout: Layout) -> list[Option]:
     options: list[Option] = []
     base = plan_for(problem, layout, layout.micros[0], "none")
     full = layout.micros[-1]  # the rank's full share
-    most = {sync: len(layout.micros) - 2 for sync in syncs(layout)}
+    most = {sync: len(layout.micros) - 2 for sync in syncs(layout, problem.workload.program)}
     for recompute in reversed(recomputes(problem)):
         least = -1
-        for sync in syncs(layout):
+        for sync in syncs(layout, problem.workload.program):
             plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
             last = least = _largest(problem, layout, plan, least, most[sync])
             most[sync] = min(most[sync], max(0, last))
@@ -196,15 +218,17 @@ def _is_hopeless(problem: SearchProblem, layout: Layout) -> bool:
     return least_bytes > problem.usable * LOWER_BOUND_SLACK * HOPELESS
 
 
-def syncs(layout: Layout) -> tuple[GradientSync, ...]:
-    """Return when gradients are reduced.
+def syncs(layout: Layout, program: ProgramTraits = SHARDWISE) -> tuple[GradientSync, ...]:
+    """Return when gradients are reduced: as the program does, or both ways where it leaves that open.
 
     Sharded strategies that accumulate may do it after every micro batch. A pipeline reduces them once, when all its
     micro batches are through.
     """
     dims = layout.dims
     accumulates = layout.share > layout.micros[0] and layout.strategy.shards_parameters and dims.dp_shard * dims.cp > 1
-    return ("last", "every") if accumulates and dims.pp == 1 else ("last",)
+    if not accumulates or dims.pp > 1:
+        return ("last",)
+    return ("last", "every") if program.gradient_sync is None else (program.gradient_sync,)
 
 
 def _passes(problem: SearchProblem, layout: Layout, base: Plan, micro: int) -> bool:
@@ -385,7 +409,11 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
     """
     recompute = recomputes(problem)[-1]
     ends = sorted({layout.micros[0], layout.micros[-1]})
-    plans = [plan_for(problem, layout, micro, recompute, sync) for micro in ends for sync in syncs(layout)]
+    plans = [
+        plan_for(problem, layout, micro, recompute, sync)
+        for micro in ends
+        for sync in syncs(layout, problem.workload.program)
+    ]
     return min(plans, key=lambda plan: problem.costs.peak_lower_bound(problem.profile, plan, problem.workload))
 
 

@@ -57,9 +57,10 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         layout.cp,
         sequence=layout.sequence and (unit.kind == "block" or layout.framework != "shardwise"),
         vocab=layout.vocab,
-        regathers=layout.masters,
+        regathers=layout.loss_in_place,
         exchanges=layout.cp > 1 and layout.framework == "shardwise",
         own_loss=layout.framework == "shardwise",
+        fp8=layout.fp8_saved and unit.kind == "block",
     )
     return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
@@ -79,6 +80,7 @@ class ActivationSharding:
     regathers: bool
     exchanges: bool
     own_loss: bool
+    fp8: bool = False  # inputs of products are saved in 8 bits
 
     def of_input(self, op: Op) -> int:
         """Ranks that divide an op's saved input; a column-parallel product saves its full input."""
@@ -181,6 +183,7 @@ def _op_bytes(op: Op, width: int, autocasts: bool, sharding: ActivationSharding,
     """
     fused = compiled and op.fusible
     rows = FP32 if autocasts and op.kind == "norm" else width
+    rows = 1 if sharding.fp8 and op.kind == "matmul" else rows
     saved = (op.saved * rows + op.saved_fp32 * FP32 + op.saved_bytes) / (sharding.cp * sharding.of_input(op))
     temporary = (
         0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (sharding.cp * sharding.of_output(op))

@@ -23,7 +23,9 @@ class Program:
     logits and overwrites them with their gradient. ``loss_chunks`` above 1 computes logits in chunks, and their
     gradients with them. ``written`` blocks of a row are traced op by op. ``optimizer_in_backward`` steps each parameter
     as soon as its gradient is final, and frees the gradient. ``reference`` is a frozen model that each micro batch
-    passes through forward, after the one that trains.
+    passes through forward, after the one that trains. ``logit_bytes`` live for each logit at the end of the loss's
+    forward, where the program holds others than the loss makes. ``in_pieces`` traces what other micro batches saved,
+    and the optimizer's state, as many allocations, which matters to an allocator without expandable segments.
     """
 
     grad_accum: int = 1
@@ -35,6 +37,8 @@ class Program:
     written: int = WRITTEN
     optimizer_in_backward: bool = False
     reference: Reference = "none"
+    logit_bytes: float | None = None
+    in_pieces: bool = False
 
 
 class AllocationTrace:

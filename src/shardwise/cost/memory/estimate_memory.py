@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
-from shardwise.cost.memory.local_shapes import Framework, ShardLayout, layout_of
+from shardwise.cost.memory.local_shapes import ShardLayout, layout_of
 from shardwise.cost.memory.lower_bound import peak_lower_bound
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
@@ -203,38 +203,27 @@ def estimate(
     plan: Plan,
     workload: Workload,
     cluster: ClusterSpec,
-    *,
-    expandable: bool = True,
-    fused_loss: bool | None = None,
-    buckets_add: bool = False,
-    flat: bool = False,
-    framework: Framework | None = None,
 ) -> Estimate:
     """Estimate bytes on the fullest rank under ``plan``, by category and phase.
 
-    `shardwise.cost.memory.step_program` lists what is not counted.
-
-    The keywords select the program; their defaults are this package's, others are for comparison with measurements of
-    other programs. ``expandable`` is the allocator's ``expandable_segments``, without which it reserves some tenth
-    more. ``fused_loss`` overrides the workload's. ``buckets_add`` accumulates in the buckets of unsharded gradients;
-    DDP's ``no_sync`` keeps a second copy beside them. ``flat`` is FSDP1 over whole blocks: a gradient is that of the
-    whole flat parameter where any of it trains (according to PyTorch's documentation of ``use_orig_params``).
-    ``framework`` selects the program where an axis shards the model. ``reserved`` is the allocator model's on CUDA; on
-    a CPU, whose allocator gives memory back, it is ``allocated``. ``phases``: ``load`` of random weights (rank 0's;
+    `shardwise.cost.memory.step_program` lists what is not counted. ``workload.program`` has the traits of the program
+    that runs the plan. ``reserved`` is the allocator model's on CUDA; on a CPU, whose allocator gives memory back, it
+    is ``allocated``. ``phases``: ``load`` of random weights (rank 0's;
     others' are the same), ``first_step`` (the full step, without state before its end), ``forward``, ``backward`` and
     ``optimizer`` of later steps, ``save`` and ``resume``, which copy one tensor at a time through the host. Of a
     pipeline each value is that of the stage with the highest one.
     """
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
-    layout = replace(layout_of(plan, framework), flat=flat)
+    traits = workload.program
+    layout, expandable = layout_of(plan, traits), traits.expandable_segments
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
-    fused_loss = workload.fused_loss if fused_loss is None else fused_loss
-    waits, adds = plan.gradient_sync == "last", buckets_add or layout.masters
-    early = plan.optimizer_in_backward
-    shape = (plan.grad_accum, plan.recompute, waits, adds, fused_loss, plan.loss_chunks, written, early)
-    program = Program(*shape, reference=plan.reference)
+    waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
+    early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
+    held = traits.logit_bytes if fused == (traits.loss == "fused") else None  # of the program's own loss
+    shape = (plan.grad_accum, plan.recompute, waits, adds, fused, plan.loss_chunks, written, early)
+    program = Program(*shape, reference=plan.reference, logit_bytes=held, in_pieces=not expandable)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
@@ -322,7 +311,7 @@ def _notes(
     notes = list(profile.unknown)
     if layout.is_cuda and workload.framework_overhead:
         notes.append("context and communicator buffers are typical figures, good to some 0.3 GiB")
-    if layout.strategy.engine == "deepspeed":
+    if layout.strategy.engine == "deepspeed" and workload.program.is_own:
         notes.append("counted as the same plan on PyTorch; DeepSpeed's own buffers are not known")
     if squeezed:
         notes.append("fits only because the allocator gives cached memory back and asks again, which costs time")

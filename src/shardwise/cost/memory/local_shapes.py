@@ -12,25 +12,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.optimizers import ParameterShard
 from shardwise.plan.parallel_options import PipelineSchedule
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
 
 FP32 = 4
 STATE_ITEMSIZE = FP32  # step counters, and the scales of factored or quantized state, are fp32
-
-
-# Program that runs where an axis shards the model: this package's, Megatron-LM's (also what is planned for ``zero1``
-# beside tensor or pipeline parallel, which this version does not run), or torchtitan's, i.e. PyTorch's modules
-# with ring attention. In the latter two, embedding and head work on sharded sequences, too.
-Framework = Literal["shardwise", "megatron", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +34,10 @@ class ShardLayout:
     Ranks of one context-parallel group have equal weights and different gradients, so state is sharded over them, too:
     ``replicas`` ranks reduce gradients together, FSDP2 shards over ``shard_ranks`` of them.
 
-    ``masters``: unsharded weights are stored in the low-precision type, and their fp32 masters are optimizer state;
-    gradients accumulate in fp32 buffers, as in Megatron-LM's mixed-precision optimizers.
+    ``masters``: weights are stored in the low-precision type, and their fp32 masters are optimizer state; gradients
+    accumulate in buffers of ``accumulated`` bytes an element, as in Megatron-LM's mixed-precision optimizers.
+    ``stored`` bounds the bytes of an element of the weights at rest, ``reduced`` are those of a gradient that is
+    reduced. ``partitions``: DeepSpeed's ZeRO-2, full weights and a rank's part of gradients and state.
     """
 
     strategy: Strategy
@@ -60,6 +56,14 @@ class ShardLayout:
     sequence: bool = True  # activations between tensor-parallel regions are sharded along the sequence
     vocab: bool = True  # logits stay sharded over the vocabulary
     flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
+    stored: int = FP32
+    accumulated: int = FP32
+    reduced: int = FP32
+    partitions: bool = False
+    flat_state: bool = False  # zero1 shards one flat buffer evenly, as where there are masters
+    kahan: bool = False  # the optimizer keeps the bits that low-precision updates lose
+    buckets: int = 0  # bytes of communication buffers beside unsharded gradients
+    fp8_saved: bool = False  # fp8 products save their inputs in 8 bits
 
     @property
     def shards(self) -> bool:
@@ -67,7 +71,17 @@ class ShardLayout:
 
         The units may be sharded over ``shard_ranks`` or replicated.
         """
-        return self.strategy.shards_parameters or self.replicates
+        return (self.strategy.shards_parameters and not self.partitions) or self.replicates
+
+    @property
+    def loss_in_place(self) -> bool:
+        """Return whether the loss makes its softmax and its gradient in place, as Megatron-LM's does."""
+        return self.masters and self.framework == "megatron"
+
+    @property
+    def shards_state(self) -> bool:
+        """Return whether ranks share the optimizer's state of full weights: zero1, and DeepSpeed's zero2."""
+        return (self.strategy.base == "zero1" or self.partitions) and self.replicas > 1
 
     @property
     def replicates(self) -> bool:
@@ -75,7 +89,8 @@ class ShardLayout:
 
         Unsharded fp32 weights at rest, and a copy of each unit while it is used (`parallel.apply`).
         """
-        return self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1 and not self.masters
+        whole = self.strategy.base == "ddp" and self.tp * self.pp > 1 and self.replicas > 1
+        return whole and not self.masters
 
     @property
     def reshards(self) -> bool:
@@ -99,7 +114,7 @@ class ShardLayout:
     @property
     def autocasts(self) -> bool:
         """Return whether unsharded fp32 weights are cast to the low-precision type as they are used."""
-        return not self.shards and self.width < FP32 and not self.masters
+        return not self.shards and self.width < self.stored
 
     @property
     def offloads(self) -> bool:
@@ -157,28 +172,40 @@ def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
     return framework or ("megatron" if not_run else "shardwise")
 
 
-def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
-    """Build the `ShardLayout` of ``plan`` in the program of ``framework``."""
+def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
+    """Build the `ShardLayout` of ``plan`` in ``program``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
     full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
-    framework = framework_of(strategy, framework)
+    framework = framework_of(strategy, program.modules)
+    partitions = strategy.base == "zero2" and program.zero == "deepspeed"
+    masters = width < FP32 and (plan.weights == "masters" or (full and framework == "megatron" and program.is_own))
+    narrow = width if plan.weights != "fp32" or masters else FP32
     return ShardLayout(
         strategy=strategy,
         replicas=dims.dp_replicate * dims.dp_shard * dims.cp,
-        shard_ranks=dims.dp_shard * dims.cp if strategy.shards_parameters else 1,
+        shard_ranks=dims.dp_shard * dims.cp if strategy.shards_parameters and not partitions else 1,
         tp=dims.tp,
         pp=dims.pp,
         cp=dims.cp,
         width=width,
         is_cuda=plan.device == "cuda",
         framework=framework,
-        masters=full and framework == "megatron",
+        masters=masters,
         schedule=plan.pipeline_schedule,
         virtual=plan.virtual_stages if dims.pp > 1 else 1,
         stage_blocks=plan.stage_blocks,
         sequence=plan.sequence_parallel,
         vocab=plan.loss_parallel,
+        flat=program.flat_parameters and strategy.shards_parameters and not partitions,
+        stored=narrow,
+        accumulated=width if plan.accumulate == "compute" or plan.weights == "compute" else FP32,
+        reduced=width if plan.reduce == "compute" else FP32,
+        partitions=partitions,
+        flat_state=masters or program.zero != "torch",
+        kahan=plan.rounding == "kahan",
+        buckets=program.bucket_elements * width,
+        fp8_saved=plan.precision == "fp8" and program.fp8_activations,
     )
 
 
@@ -305,7 +332,9 @@ def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> 
 def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     """Bytes of one ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
-    return _unit_weights(UnitKey(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
+    types = WeightBytes(layout.width, layout.stored, layout.accumulated, layout.reduced)
+    parts = layout.replicas if layout.partitions else 1
+    return _unit_weights(UnitKey(unit), ranks, layout.tp, types, layout.shards, layout.masters, layout.flat, parts)
 
 
 class ProfileKey:
@@ -338,32 +367,44 @@ class UnitKey:
         return id(self.unit)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """Bytes of an element: computed with, stored at most, accumulated beside masters, reduced."""
+
+    wide: int
+    stored: int
+    accumulated: int
+    reduced: int
+
+
 @lru_cache(maxsize=4096)
 def _unit_weights(
-    same: UnitKey, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool
+    same: UnitKey, ranks: int, tp: int, types: WeightBytes, shards: bool, masters: bool, flat: bool, parts: int
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
-    With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
+    With ``flat`` a gradient is as large as the unit where any of it trains. Each of ``parts`` ranks keeps its part of
+    the gradients of full weights.
     """
-    weights = same.unit.weights
-    if masters:
-        weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
+    weights, wide = same.unit.weights, types.wide
+    if types.stored < FP32:
+        weights = tuple(replace(w, itemsize=min(w.itemsize, types.stored)) for w in weights)
     shapes = [tp_shape(weight, tp, vocab=same.unit.kind != "block") for weight in weights]
     local = [math.prod(shape) for shape in shapes]
     at_rest = [rest_elements(shape, ranks) for shape in shapes]
     both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
     trained = [row for row in both if row[0].trainable]
     carried = both if flat and trained else trained
-    reduced = wide if flat else FP32
+    held = [types.accumulated if masters else max(w.itemsize, wide) for w, _, _, _ in carried]
+    kept = sum(math.ceil(rest * each) for each, (_, _, rest, _) in zip(held, carried, strict=True))
     sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
     scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
-    cast = not shards and wide < FP32 and same.unit.kind != "embedding"
+    cast = not shards and wide < types.stored and same.unit.kind != "embedding"
     read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
     tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
     return UnitWeights(
         parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
-        gradients=sum(math.ceil(rest * (FP32 if masters else max(w.itemsize, wide))) for w, _, rest, _ in carried),
+        gradients=math.ceil(kept / parts),
         trained=sum(rest for _, _, rest, _ in trained),
         largest=max((rest for _, _, rest, _ in trained), default=0),
         full=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
@@ -372,9 +413,9 @@ def _unit_weights(
         shard_sent=sum(sent) // ranks,
         full_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
         last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
-        waiting=sum(n * reduced for _, n, _, _ in carried),
-        reduce_in=sum(padded * reduced for _, _, _, padded in carried),
-        reduce_out=sum(rest * reduced for _, _, rest, _ in carried),
+        waiting=sum(n * types.reduced for _, n, _, _ in carried),
+        reduce_in=sum(padded * types.reduced for _, _, _, padded in carried),
+        reduce_out=kept,
         copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
         exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
@@ -439,18 +480,13 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     """
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
-    if layout.strategy.base == "zero1" and layout.replicas > 1:
-        if layout.masters:
+    if layout.shards_state:
+        if layout.flat_state:
             return optimizer_mean_bytes(pieces, layout, workload)
         return _fullest_share(pieces, layout, workload)
     ranks = layout.shard_ranks if layout.shards else 1
-    master = FP32 if layout.masters else 0
     return sum(
-        piece.count
-        * (
-            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w, piece.is_block)
-            + master * _elements(w, piece, layout)
-        )
+        piece.count * _weight_state(_rest_shape(_local(w, piece, layout), ranks), layout, workload, w, piece.is_block)
         for piece in pieces
         for w in piece.unit.weights
         if w.trainable
@@ -468,9 +504,8 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
     """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
-    master = FP32 if layout.masters else 0
     full = sum(
-        p.count * (_state_bytes(_local(w, p, layout), workload, w, p.is_block) + master * _elements(w, p, layout))
+        p.count * _weight_state(_local(w, p, layout), layout, workload, w, p.is_block)
         for p in pieces
         for w in p.unit.weights
         if w.trainable
@@ -482,8 +517,12 @@ def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int,
     return tp_shape(weight, layout.tp, vocab=not piece.is_block)
 
 
-def _elements(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> int:
-    return math.prod(_local(weight, piece, layout))
+def _weight_state(
+    shape: tuple[int, ...], layout: ShardLayout, workload: Workload, weight: Weight, in_block: bool
+) -> int:
+    """Bytes of a weight's state, of its fp32 master, and of what Kahan summation keeps."""
+    more = FP32 * layout.masters + layout.stored * layout.kahan
+    return _state_bytes(shape, layout, workload, weight, in_block) + more * math.prod(shape)
 
 
 def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
@@ -508,7 +547,7 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
     for shape, weight, in_block in shapes:
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + math.prod(shape), rank))
-        states[rank] += _state_bytes(shape, workload, weight, in_block)
+        states[rank] += _weight_state(shape, layout, workload, weight, in_block)
     return max(states)
 
 
@@ -520,10 +559,13 @@ def _stepped_in(shape: tuple[int, ...], weight: Weight, workload: Workload, *, i
     return spec.group(ParameterShard(weight.shape, shape, shape, in_block))
 
 
-def _state_bytes(shape: tuple[int, ...], workload: Workload, weight: Weight, in_block: bool) -> int:
-    """Bytes of state: in the weight's type; factors, counters and scales in fp32."""
+def _state_bytes(
+    shape: tuple[int, ...], layout: ShardLayout, workload: Workload, weight: Weight, in_block: bool
+) -> int:
+    """Bytes of state: in the type that is stepped, the master's if there is one; counters and scales in fp32."""
     fixed = workload.scalar_states * STATE_ITEMSIZE
+    stored = FP32 if layout.masters else layout.stored
     if (spec := workload.custom_state) is not None:
-        return spec.state_bytes(ParameterShard(weight.shape, shape, shape, in_block), STATE_ITEMSIZE) + fixed
+        return spec.state_bytes(ParameterShard(weight.shape, shape, shape, in_block), stored) + fixed
     states = 2 if workload.optimizer_states is None else workload.optimizer_states
-    return states * math.prod(shape) * math.ceil(weight.itemsize) + fixed
+    return states * math.prod(shape) * min(math.ceil(weight.itemsize), stored) + fixed

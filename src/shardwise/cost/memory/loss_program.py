@@ -30,14 +30,21 @@ class LossWriter:
         self.last_gather = -1
         if self.s.program.fused_loss:
             self.log_probabilities = narrow
+            self._kept_beside(elements, self.s.layout.width)
             return
         if upcast != narrow:
             trace.free(narrow)
-        if self.s.layout.masters:  # its softmax in place
+        if self.s.layout.loss_in_place:
             self.log_probabilities = upcast
             return
         self.log_probabilities = trace.alloc(elements * FP32, LOGITS)
+        self._kept_beside(elements, 2 * FP32)
         trace.free(upcast)
+
+    def _kept_beside(self, elements: float, counted: int) -> None:
+        """Trace what the program holds of the logits until its loss is done, beside ``counted`` bytes each."""
+        if self.s.program.logit_bytes is not None:
+            self.trace.free(self.trace.alloc(elements * max(0.0, self.s.program.logit_bytes - counted), LOGITS))
 
     def chunked_loss(self, elements: float) -> None:
         """Trace a chunk's fp32 logits, their low-precision gradient and part of the head's gradient.
@@ -76,8 +83,8 @@ class LossWriter:
             return self.log_probabilities
         copies = max((b.loss_copies for b in s.bytes), default=0)
         outer = [trace.alloc(elements * FP32, LOGITS) for _ in range(copies - 2)]
-        inner = self.log_probabilities if s.layout.masters else trace.alloc(elements * FP32, LOGITS)
-        if not s.layout.masters:
+        inner = self.log_probabilities if s.layout.loss_in_place else trace.alloc(elements * FP32, LOGITS)
+        if not s.layout.loss_in_place:
             trace.free(self.log_probabilities, *outer)
         if s.layout.width == FP32:
             return inner

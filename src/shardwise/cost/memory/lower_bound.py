@@ -75,6 +75,11 @@ class _Key:
             workload.compiled,
             workload.average,
             workload.fused_loss,
+            id(workload.program),
+            plan.weights,
+            plan.accumulate,
+            plan.reduce,
+            plan.rounding,
         )
         self._hash = hash(self._facts)
 
@@ -97,7 +102,7 @@ def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> i
 @lru_cache(maxsize=16384)
 def _lines(key: _Key) -> tuple[BytesLine, ...]:
     plan, workload = key.plan, key.workload
-    layout = layout_of(plan)
+    layout = layout_of(plan, workload.program)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
         in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)
@@ -116,14 +121,14 @@ def _stage_lines(
     gradients = sum(w.gradients * p.count for p, w, _ in rows)
     if plan.optimizer_in_backward:
         gradients = max(w.gradients for _, w, _ in rows)
-    shares = layout.strategy.base == "zero1" and layout.replicas > 1
+    shares, fused = layout.shards_state, workload.fuses_loss(plan)
     state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
     state += average_bytes(pieces, layout, workload)
     rest = 0 if layout.offloads else parameters + state
     temporaries = 0.0
     if not shares and not layout.masters:
-        largest = max((w.largest for _, w, _ in rows), default=0) * FP32
-        temporaries = sum(w.trained * p.count for p, w, _ in rows) * FP32 * workload.optimizer_temporaries
+        largest = max((w.largest for _, w, _ in rows), default=0) * layout.stored
+        temporaries = sum(w.trained * p.count for p, w, _ in rows) * layout.stored * workload.optimizer_temporaries
         temporaries += largest * workload.loop_temporaries
         temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
@@ -136,9 +141,9 @@ def _stage_lines(
     waits = 0  # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
     if grad_accum > 1:
         full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
-        here = 0 if layout.offloads or layout.masters else gradients
+        here = 0 if layout.offloads or layout.masters or workload.program.adds_in_buckets else gradients
         waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
-    loss_bytes = [b.logits * (layout.width if workload.fused_loss else b.loss_copies * FP32) for _, _, b in rows]
+    loss_bytes = [b.logits * (layout.width if fused else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
         loss_bytes = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
@@ -147,7 +152,7 @@ def _stage_lines(
     gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
-    lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if workload.fused_loss else FP32)
+    lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if fused else FP32)
     for fixed, crowd in (
         (buckets, in_flight),
         (buckets + waits, in_flight if grad_accum > in_flight else max(1, in_flight - 1)),

@@ -87,11 +87,13 @@ def _temporaries(
     moment); fused makes none, and optimizers with fp32 masters are fused. The plain loop makes some for one weight at a
     time. Under zero1 only for this rank's partition, as its state. ``early`` steps one weight at a time.
     """
-    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * FP32
-    if layout.masters:
-        return 0
-    trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
-    if layout.strategy.base == "zero1" and layout.replicas > 1 and workload.optimizer_states:
+    largest = max((unit_weights(p.unit, layout).largest for p in pieces), default=0) * layout.stored
+    if layout.masters:  # a fused optimizer; 16-bit gradients are widened for it, a rank's part of them
+        widened = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * FP32
+        ranks = layout.replicas if layout.shards_state else 1
+        return 0 if layout.accumulated == FP32 else widened // ranks
+    trained = sum(unit_weights(p.unit, layout).trained * p.count for p in pieces) * layout.stored
+    if layout.shards_state and workload.optimizer_states:
         trained = min(trained, state // workload.optimizer_states)
     if early:
         return int(largest * max(workload.optimizer_temporaries, workload.loop_temporaries))

@@ -35,6 +35,7 @@ from shardwise.cost.memory.allocation_trace import (
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.local_shapes import FP32, UnitWeights
 from shardwise.cost.memory.loss_program import LossWriter
+from shardwise.cost.memory.saved_pieces import kept_logits, saved_pieces, state_pieces
 from shardwise.plan.plan import Recompute
 
 
@@ -111,6 +112,7 @@ class _Writer(LossWriter):
         trace.alloc(s.received * s.micro, ACTIVATIONS)
         if s.has_buckets:
             trace.alloc(sum(w.gradients * p.count for w, p in pairs), GRADIENTS)
+            trace.alloc(min(layout.buckets, sum(w.full * p.count for w, p in pairs)), BUFFERS)
 
     def step(self, *, first: bool) -> None:
         """Trace micro batches, the optimizer, and the release of gradients."""
@@ -122,7 +124,7 @@ class _Writer(LossWriter):
         for index, others in enumerate(turns):
             if not first:
                 trace.phase("forward")
-            crowd = trace.alloc(self._kept() * others, ACTIVATIONS), trace.alloc(self._kept_logits() * others, LOGITS)
+            crowd = self._crowd(others)
             self.forward()
             if not first:
                 trace.phase("backward")
@@ -138,7 +140,7 @@ class _Writer(LossWriter):
             trace.phase("optimizer")
         if not s.layout.offloads:
             if first and not s.program.optimizer_in_backward:
-                trace.alloc(s.optimizer, OPTIMIZER)
+                self._state()
             trace.free(trace.alloc(s.temporaries, TEMPORARIES))
         trace.free(*self.gradients)
         self.gradients = []
@@ -157,19 +159,18 @@ class _Writer(LossWriter):
             return (in_flight - 1, 0)
         return (in_flight - 1, in_flight - 1 if number > in_flight else in_flight - 2, 0)
 
-    def _kept(self) -> float:
-        """Bytes that one micro batch saves on this stage."""
-        rows = zip(self.s.bytes, self.s.weights, self.s.pieces, strict=True)
-        copies = self.s.layout.autocasts and self.s.program.recompute == "none"
-        exchanged = self.s.program.recompute == "none"
-        extras = [(w.copies if copies else 0) + (w.exchanged if exchanged else 0) for w in self.s.weights]
-        kept = sum(p.count * (b.kept * self.s.micro + extra) for (b, _, p), extra in zip(rows, extras, strict=True))
-        return kept + self.s.sent * self.s.micro
+    def _crowd(self, others: int) -> list[int]:
+        """Trace what other micro batches in flight have saved."""
+        trace, s = self.trace, self.s
+        found = [trace.alloc(kept_logits(s) * others, LOGITS)]
+        for size in saved_pieces(s, others):
+            found.append(trace.alloc(size, ACTIVATIONS))
+        return found
 
-    def _kept_logits(self) -> float:
-        """Bytes that the loss of one micro batch saves for its backward."""
-        each = self.s.layout.width if self.s.program.fused_loss else FP32
-        return max((b.logits for b in self.s.bytes), default=0.0) * self.s.micro * each
+    def _state(self) -> None:
+        """Trace the optimizer's state: at once, or a tensor for each state of each block."""
+        for size in state_pieces(self.s):
+            self.trace.alloc(size, OPTIMIZER)
 
     # forward
 
@@ -368,7 +369,7 @@ class _Writer(LossWriter):
         if self.s.layout.shards and not joins:
             return [self.trace.alloc(gradient, BUFFERS)]
         unreduced = self.trace.alloc(gradient, BUFFERS)
-        if self.s.layout.width < FP32:
+        if self.s.layout.width < self.s.layout.accumulated:
             self.trace.free(self.trace.alloc(op.weight_gradient * FP32, BUFFERS))
         self.trace.free(unreduced)
         return []

@@ -55,12 +55,14 @@ PCIE_START = (20e-6, 5e-6)
 
 # Across nodes. Bandwidths are fractions of the group's network cards: 382 of 400 GB/s on 4 nodes of B200, and
 # nccl_h100_tuning.json (the model of NCCL 2.27) for the other algorithms. Latencies are that model's, in seconds, times
-# NETWORK_START: the one published sweep (EFA) starts four times slower than the model's InfiniBand.
+# NETWORK_START, a guess between that model and EFA, which starts EFA_START times slower than it: the sweep of 4 nodes
+# of B200 on AWS (ml-engineering network/README.md), 128 KiB to 128 MiB.
 NETWORK_RING = 0.955
 NETWORK_RING_FAST = 0.73
 NETWORK_TREE = {2: 0.70, 4: 0.375}  # message bytes/s by nodes, full protocol; the fast one has 0.85 of it
 NETWORK_NVLS_TREE = {2: 0.667, 4: 0.48}
 NETWORK_START = 2.5
+EFA_START = 5.5
 RING_STEP_S = {"fast": (8.5e-6, 0.0), "full": (14e-6, 3.4e-6)}  # for each node, and for each further rank in it
 TREE_START_S = {"fast": (14e-6, 17e-6, 2.5e-6), "full": (8e-6, 28e-6, 8e-6)}  # base, each doubling of nodes, each rank
 NVLS_TREE_START_S = (25e-6, 28e-6)
@@ -256,8 +258,10 @@ class _Links:
     cores: int
     generation: str
     peer_to_peer: bool
+    network_start: float
 
 
+_EFA = re.compile(r"efa|AWS", re.IGNORECASE)
 _GEFORCE = re.compile(r"\b(rtx|gtx|geforce)\W*\d{4}\b(?!\W*ada)", re.IGNORECASE)
 
 
@@ -277,6 +281,7 @@ def _links(cluster: ClusterSpec) -> _Links:
         cores=cluster.cores_per_node or 2,
         generation=(generation_of(gpu) or "") if gpu else "",
         peer_to_peer=gpu is None or _peer_to_peer(gpu.name),
+        network_start=EFA_START if network is not None and _EFA.match(network.source) else NETWORK_START,
     )
 
 
@@ -359,18 +364,18 @@ def _network_fits(kind: CollectiveKind, nodes: int, per_node: int, sharing: int,
     fits = []
     for protocol, part in (("fast", NETWORK_RING_FAST), ("full", NETWORK_RING)):
         node, rank = RING_STEP_S[protocol]
-        start = turns * nodes * (node + rank * (per_node - 1)) * NETWORK_START
+        start = turns * nodes * (node + rank * (per_node - 1)) * links.network_start
         fits.append(LinkFit(start, min(inner, cards * part)))
     if kind != "all_reduce":
         return tuple(fits)
     doublings, share = math.log2(nodes), wire_share(kind, nodes * per_node)
     for protocol, part in (("fast", 0.85), ("full", 1.0)):
         base, doubling, rank = TREE_START_S[protocol]
-        start = (base + doubling * doublings + rank * (per_node - 1)) * NETWORK_START
+        start = (base + doubling * doublings + rank * (per_node - 1)) * links.network_start
         rate = cards * part * NETWORK_TREE[2 if nodes == 2 else 4] * share
         fits.append(LinkFit(start, min(inner, rate)))
     if _nvls(links) is not None and per_node >= 4:
-        start = (NVLS_TREE_START_S[0] + NVLS_TREE_START_S[1] * doublings) * NETWORK_START
+        start = (NVLS_TREE_START_S[0] + NVLS_TREE_START_S[1] * doublings) * links.network_start
         rate = cards * NETWORK_NVLS_TREE[2 if nodes == 2 else 4] * share
         fits.append(LinkFit(start, min(inner, rate)))
     return tuple(fits)
@@ -387,4 +392,4 @@ def _all_to_all_across(ranks: int, per_node: int, sharing: int, links: _Links) -
     if per_node > 1:
         rate = min(rate, _ring_bytes_per_s(per_node, links) * ALL_TO_ALL / (1 - away))
     start = SEND_START_S["network"] + 2e-6 * (ranks - 1)
-    return LinkFit(start * NETWORK_START, rate)
+    return LinkFit(start * links.network_start, rate)

@@ -21,9 +21,8 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.flops import mfu
-from shardwise.cost.memory.local_shapes import Framework, framework_of
+from shardwise.cost.memory.local_shapes import framework_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
-from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
 from shardwise.cost.time.machine import Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
@@ -38,6 +37,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import Framework, ProgramTraits
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
 
@@ -51,10 +51,27 @@ ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous te
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
 # source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
 # the known constants of each program had seen them. Ada and CDNA 3 have one small source each.
-SPREAD_OTHERS = (0.89, 1.61)
+SPREAD_OTHERS = (0.84, 1.61)
+# The interval of a program without a published step on this generation is so much wider on both sides. An estimate: the
+# medians of the sources' errors lie within 8 % of each other, and were seen.
+UNSEEN_PROGRAM = 1.1
 
 # Copies of unsharded weights for computation: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """How weights and gradients travel: copies, bytes of an element reduced and at rest, the layout of zero1 and 2."""
+
+    copies: Copies
+    reduced: int
+    stored: int
+    zero: str
+
+    def partitions(self, base: str) -> bool:
+        """Return whether ``base`` is DeepSpeed's ZeRO-2: full weights, partitioned gradients."""
+        return base == "zero2" and self.zero == "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +95,26 @@ def step_time(
     *,
     rates: Rates | None = None,
     calibration: Calibration | None = None,
-    virtual_stages: int | None = None,
-    async_tp: bool | None = None,
-    autocast: bool | None = None,
-    sequence_parallel: bool | None = None,
-    attention: AttentionKernel | None = None,
-    padded: bool = False,
-    framework: Framework | None = None,
 ) -> StepTime:
     """Predict the seconds of one step of ``plan`` on the slowest rank, and their breakdown.
 
-    ``rates`` are a probe's result and replace the hardware table (a CPU needs them). The other keywords describe
-    another program, for comparison with published measurements; None is the plan's value and this package's program.
-    ``virtual_stages`` interleaves the pipeline; ``async_tp`` hides tensor-parallel traffic in the products beside it.
-    ``autocast`` counts the casts of fp32 weights that ddp and zero1 make in every micro batch; other frameworks keep a
-    low-precision copy instead. ``framework`` selects the program where an axis shards the model. ``sequence_parallel``
-    False and ``attention`` "unfused" are Megatron-LM's tensor parallel and attention from before 2022; None for the
-    latter is cuDNN's where Megatron-LM runs (its Transformer Engine), else flash attention. ``padded`` rounds the
-    vocabulary up without tensor parallelism too, as Megatron-LM does.
+    ``rates`` are a probe's result and replace the hardware table (a CPU needs them). ``workload.program`` has the
+    traits of the program that runs the plan; without a kernel of its own, Megatron-LM's modules have cuDNN's attention
+    (Transformer Engine's), others flash attention.
 
     Raises:
         PlanError: the device's speed or a link's bandwidth is unknown.
     """
     machine = machine_of(cluster, plan.precision, rates, calibration)
     strategy = parse_strategy(plan.strategy)
-    framework = framework_of(strategy, framework)
-    split = _split(plan, workload, framework, sequence_parallel, attention=attention, padded=padded)
-    async_tp = plan.async_tp if async_tp is None else async_tp
-    virtual = plan.virtual_stages if virtual_stages is None else virtual_stages
-    copies = _copies(plan, strategy, autocast, megatron=split.hides_reduction)
+    program = workload.program
+    framework = framework_of(strategy, program.modules)
+    split = _split(plan, workload, framework)
+    copies = _copies(plan, strategy, program, megatron=split.hides_reduction)
     key, where = _TimeInputs(profile), _TimeInputs(cluster)
     times = _unit_times(key, where, rates, calibration, split)
-    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), copies, async_tp)
+    wires = Wires(copies, _width(plan, plan.reduce), _width(plan, plan.weights), program.zero)
+    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp)
     stages = _stages(key, *facts)
     if plan.reference != "none":
         stages = tuple(map(StageTime.with_reference, stages, _stages(_reference(key, plan.reference), *facts)))
@@ -117,10 +122,12 @@ def step_time(
     host_s = MICRO_HOST_S if rates is None else 0.0
     timed = {id(s): with_host(s, plan, host_s) if workload.framework_overhead else alone(s) for s in stages}
     hosted = [timed[id(stage)] for stage in stages]
-    parts = _micro_batches(plan, stages, hosted, send, virtual)
+    parts = _micro_batches(plan, stages, hosted, send, plan.virtual_stages)
     optimizer, after, offload = update_s(
         machine, profile, plan, strategy, workload, times, distributed=split.hides_reduction
     )
+    if program.overlaps_zero1:  # behind the first forwards of the next step, which it slows a little
+        after = max(0.0, after - sum(f for f, _ in hosted[:1])) + CONTENTION * after
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:
@@ -134,7 +141,7 @@ def step_time(
         )
     samples = split.micro * plan.grad_accum * plan.dims.dp / plan.dims.world_size / total
     utilisation = _mfu_of_one(key, where, plan.precision)
-    low, high = _spread(machine)
+    low, high = _spread(machine, program.name)
     return StepTime(
         step_s=total,
         low_s=total * low,
@@ -150,17 +157,15 @@ def _shardings(plan: Plan) -> bool:
     return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
 
 
-def _split(
-    plan: Plan,
-    workload: Workload,
-    framework: Framework,
-    sequence_parallel: bool | None,
-    *,
-    attention: AttentionKernel | None,
-    padded: bool,
-) -> WorkSplit:
+def _width(plan: Plan, kind: str) -> int:
+    """Bytes of an element of weights or gradients of a type."""
+    return MASTER_BYTES if kind == "fp32" else COMPUTE_BYTES[plan.precision]
+
+
+def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
     """Build the `WorkSplit` of a plan in the program of ``framework``."""
-    megatron = _shardings(plan) and not plan.parsed.shards_parameters and framework == "megatron"
+    megatron = framework == "megatron" and not plan.parsed.shards_parameters
+    megatron = megatron and (_shardings(plan) or not workload.program.is_own)
     return WorkSplit(
         tp=plan.dims.tp,
         cp=plan.dims.cp,
@@ -168,9 +173,11 @@ def _split(
         precision=plan.precision,
         recompute=plan.recompute,
         compiled=workload.compiles(plan),
-        attention=attention or ("cudnn" if megatron else "flash"),
-        sequence_parallel=plan.sequence_parallel if sequence_parallel is None else sequence_parallel,
-        padded=padded,
+        attention=workload.program.attention or ("cudnn" if megatron else "flash"),
+        sequence_parallel=plan.sequence_parallel,
+        padded=workload.program.pads_vocab,
+        document=workload.document_len,
+        host=workload.program.host,
         hides_reduction=megatron,
         casts_weights=not megatron,
         ring=framework != "shardwise",
@@ -179,11 +186,12 @@ def _split(
     )
 
 
-def _copies(plan: Plan, strategy: Strategy, autocast: bool | None, *, megatron: bool) -> Copies:
+def _copies(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: bool) -> Copies:
     """Select how unsharded weights are copied for computation."""
-    if not megatron and strategy.base == "ddp" and _is_sharded(plan.dims) and plan.dims.dp * plan.dims.cp > 1:
+    sharded = _is_sharded(plan.dims) and plan.dims.dp * plan.dims.cp > 1
+    if not megatron and strategy.base == "ddp" and sharded and plan.weights != "masters":
         return "units"
-    return "autocast" if (autocast if autocast is not None else not megatron) else "none"
+    return "none" if megatron or plan.weights != "fp32" else "autocast"
 
 
 def _is_sharded(dims: ParallelDims) -> bool:
@@ -241,7 +249,7 @@ def _stages(
     strategy: str,
     dims: ParallelDims,
     waits: bool | None,
-    copies: Copies,
+    wires: Wires,
     async_tp: bool,
 ) -> tuple[StageTime, ...]:
     """Build the pipeline's stages, one without a pipeline.
@@ -251,9 +259,10 @@ def _stages(
     assert isinstance(profile.value, ModelProfile)
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, copies)
+    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, wires)
     pieces = StageParts(
         strategy=parsed,
+        sharded=parsed.shards_parameters and not wires.partitions(parsed.base),
         pipelined=dims.pp > 1,
         every=waits is False,
         blocks=tuple(unit.kind == "block" for unit in model.units),
@@ -310,26 +319,27 @@ def _traffics(
     base: str,
     dims: ParallelDims,
     accumulates: bool,
-    copies: Copies,
+    wires: Wires,
 ) -> tuple[WireTime, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    return tuple(_traffic(machine, time, split, base, dims, accumulates, copies) for time in times)
+    return tuple(_traffic(machine, time, split, base, dims, accumulates, wires) for time in times)
 
 
 def _traffic(
-    machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
+    machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, wires: Wires
 ) -> WireTime:
-    """Collectives and copies of one unit: gathered in the compute type, reduced in fp32."""
+    """Collectives and copies of one unit: gathered in the compute type, reduced in the plan's type."""
     width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
     inner = max(1, per_node // dims.tp)
-    low_precision = width < MASTER_BYTES
-    if base in ("ddp", "zero1"):
+    low_precision, copies, sent = width < wires.stored, wires.copies, wires.reduced
+    if base in ("ddp", "zero1") or wires.partitions(base):
         ranks = dims.dp * dims.cp
-        kind: CollectiveKind = "reduce_scatter" if base == "zero1" and split.hides_reduction else "all_reduce"
-        reduce = machine.collective_s(kind, MASTER_BYTES * time.trainable, ranks, inner)
-        add = 8.0 if accumulates else 0.0
+        scatters = (base == "zero1" and (split.hides_reduction or wires.zero == "deepspeed")) or wires.partitions(base)
+        kind: CollectiveKind = "reduce_scatter" if scatters else "all_reduce"
+        reduce = machine.collective_s(kind, sent * time.trainable, ranks, inner)
+        add = 2.0 * wires.stored if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
             unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
             return WireTime(
@@ -347,17 +357,18 @@ def _traffic(
     ranks = dims.dp_shard * dims.cp
     gathered = min(width * time.elements, time.at_rest_bytes)
     gather = machine.collective_s("all_gather", gathered, ranks, inner)
-    reduce = machine.collective_s("reduce_scatter", MASTER_BYTES * time.trainable, ranks, inner)
+    reduce = machine.collective_s("reduce_scatter", sent * time.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
-        reduce += machine.collective_s("all_reduce", MASTER_BYTES * time.trainable / ranks, dims.dp_replicate, outer)
+        reduce += machine.collective_s("all_reduce", sent * time.trainable / ranks, dims.dp_replicate, outer)
     copied = 2.0 * width if ranks > 1 else 0.0
     return WireTime(
         gather_s=gather,
         reduce_s=reduce,
         copy_forward_s=machine.memory_s(copied * time.elements),
         copy_backward_s=machine.memory_s(
-            (copied if base != "zero2" else 0.0) * time.elements + (10.0 if accumulates else 6.0) * time.trainable
+            (copied if base != "zero2" else 0.0) * time.elements
+            + (2.0 + sent + (4.0 if accumulates else 0.0)) * time.trainable
         ),
     )
 
@@ -378,10 +389,12 @@ def _clean(seconds: float) -> float:
     return seconds if abs(seconds) > 1e-12 else 0.0
 
 
-def _spread(machine: Machine) -> tuple[float, float]:
-    """Interval factors, measured over predicted: 10th and 90th percentile of the published rows."""
+def _spread(machine: Machine, program: str) -> tuple[float, float]:
+    """Interval factors, measured over predicted: the generation's, wider for a program that it has no step of."""
     found = generations().get(_generation(machine))
-    return SPREAD_OTHERS if found is None or found.spread is None else found.spread
+    low, high = SPREAD_OTHERS if found is None or found.spread is None else found.spread
+    wider = 1.0 if found is not None and program in found.programs else UNSEEN_PROGRAM
+    return low / wider, high * wider
 
 
 def _calibration_text(machine: Machine) -> str:

@@ -143,7 +143,8 @@ def _machine(gpu: GpuSpec, precision: str) -> _Machine | None:
     peak, bandwidth = gpu.peak_flops.get(precision), gpu.memory_bytes_per_s
     if name is None or peak is None or bandwidth is None or precision not in generations()[name].precisions:
         return None
-    return _machine_of(name, gpu.name, precision, peak, gpu.measured_flops.get(precision), bandwidth, gpu.tdp_w)
+    measured = gpu.measured_flops.get(precision)
+    return _machine_of(name, gpu.name, precision, peak, measured, bandwidth, gpu.tdp_w, gpu.sustained_flops)
 
 
 @lru_cache(maxsize=256)
@@ -155,13 +156,15 @@ def _machine_of(
     measured: float | None,
     bandwidth: float,
     watts: float | None,
+    lasting: float | None,
 ) -> _Machine:
     found = generations()[generation]
     best = min(peak, measured) if measured else peak * found.best
     sustained = best
     if found.sustained_flops is not None and precision != "fp32":
         power = (watts / found.watts) ** POWER_EXPONENT if watts else 1.0
-        sustained = min(best, found.sustained_flops * power * (2.0 if precision == "fp8" else 1.0))
+        held = lasting or found.sustained_flops * power
+        sustained = min(best, held * (2.0 if precision == "fp8" else 1.0))
     return _Machine(
         found=found,
         burst=min(peak, best * found.burst),
@@ -170,7 +173,7 @@ def _machine_of(
         memory=bandwidth,
         itemsize=ITEMSIZE[precision],
         multiprocessors=multiprocessors(name) or found.multiprocessors,
-        key=hash((generation, name, precision, peak, measured, bandwidth, watts)),
+        key=hash((generation, name, precision, peak, measured, bandwidth, watts, lasting)),
     )
 
 

@@ -44,7 +44,8 @@ class WorkSplit:
     in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
     torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
     ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``shards_ends``: embedding and head
-    work on sharded sequences, as in these two, while here they work on full ones.
+    work on sharded sequences, as in these two, while here they work on full ones. ``document`` is the mean length of
+    packed documents that attention stays inside of. ``host`` scales the host's time.
     """
 
     tp: int
@@ -61,6 +62,8 @@ class WorkSplit:
     ring: bool = False
     shards_ends: bool = False
     loss_parallel: bool = True
+    document: int | None = None
+    host: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,9 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         forward, backward = forward + unpack, backward + unpack
         recompute += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
     each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
-    host = machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    host = (
+        split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+    )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     return UnitTime(
         forward_s=forward,
@@ -191,12 +196,15 @@ def shards_sequence(unit: Unit, split: WorkSplit) -> bool:
 def _attention_s(machine: Machine, op: Op, split: WorkSplit, *, backward: bool) -> float:
     """Seconds of one attention; any mask counts in proportion to its FLOPs, rows split evenly."""
     full = attention_square_flops(op) * (0.5 if op.causal else 1.0)
+    rows, documents = op.m, 1.0
+    if split.document is not None and split.document < op.m and op.causal:
+        rows, documents = split.document, op.m / split.document
     seconds = machine.attention_s(
-        batch=split.micro,
+        batch=math.ceil(split.micro * documents),
         heads=max(1, op.heads // split.tp),
         kv_heads=max(1, op.kv_heads // split.tp),
         head_dim=op.head_dim,
-        rows=op.m,
+        rows=rows,
         causal=op.causal,
         precision=split.precision,
         backward=backward,

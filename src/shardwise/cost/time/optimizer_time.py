@@ -58,15 +58,20 @@ def update_s(
     counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
     trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
     stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
-    shards = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
-    stepped = trainable / (dims.dp * dims.cp if strategy.base == "zero1" else shards)
+    program, width = workload.program, COMPUTE_BYTES[plan.precision]
+    partitions = strategy.base == "zero2" and program.zero == "deepspeed"
+    shards_state = strategy.base == "zero1" or partitions
+    shards = dims.dp_shard * dims.cp if strategy.shards_parameters and not partitions else 1
+    stepped = trainable / (dims.dp * dims.cp if shards_state else shards)
     spec = OPTIMIZERS.get(workload.optimizer or "")
     moves = 12.0 + 8.0 * (workload.optimizer_states or 0) if spec is None else spec.moved_bytes
+    if plan.weights == "compute":
+        moves *= width / MASTER_BYTES
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
     after = 0.0
-    if strategy.base == "zero1":
-        width = COMPUTE_BYTES[plan.precision] if distributed else MASTER_BYTES
-        after = machine.collective_s("all_gather", width * trainable, ranks, inner)
+    if shards_state:
+        sent = width if distributed or plan.weights != "fp32" else MASTER_BYTES
+        after = machine.collective_s("all_gather", sent * trainable, ranks, inner)
     clip = machine.memory_s(CLIP_MOVES * trainable / shards)
     if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
         return machine.memory_s(moves * stepped) + clip, after, 0.0

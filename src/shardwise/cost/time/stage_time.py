@@ -58,6 +58,7 @@ class StageParts:
     """Components of stages: for each unit whether it is a block, its seconds and its traffic."""
 
     strategy: Strategy
+    sharded: bool  # units are gathered for use
     pipelined: bool
     every: bool  # gradients are reduced after every micro batch
     blocks: tuple[bool, ...]
@@ -69,7 +70,7 @@ class StageParts:
 
 def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTime:
     """Compute one micro batch on the stage with ``units``, as (count, index)."""
-    sharded, contention = pieces.strategy.shards_parameters, pieces.contention
+    sharded, contention = pieces.sharded, pieces.contention
     ahead: list[UnitRun] = []
     back: list[UnitRun] = []
     last: list[UnitRun] = []
@@ -105,7 +106,9 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         last.insert(0, UnitRun(1, 0.0, 0.0, root_reduce))
         if pieces.every:
             back.insert(0, last[0])
-    if pieces.strategy.base == "zero2" and pieces.pipelined:  # gathered once a step: micro batches interleave
+    if (
+        pieces.strategy.base == "zero2" and sharded and pieces.pipelined
+    ):  # gathered once a step: micro batches interleave
         sync_gather = elapsed_s(ahead, contention=contention)
         ahead = [UnitRun(run.count, run.compute_s) for run in ahead]
         sync_gather -= elapsed_s(ahead)

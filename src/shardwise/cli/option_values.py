@@ -1,0 +1,109 @@
+"""Values of options of ``shardwise plan``: numbers, choices, and the program whose costs are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.plan.objective import OBJECTIVES
+from shardwise.plan.optimizers import OPTIMIZERS
+from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
+from shardwise.plan.program import ProgramTraits, find_program, program_table
+from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+
+LOSSES = ("plain", "fused")
+LONGEST = 2**27
+
+
+def program_of(words: Mapping[str, Any]) -> ProgramTraits:
+    """Return the program's traits with the types that the options name.
+
+    Raises:
+        PlanError: the program is unknown, or the types contradict each other or the strategy.
+    """
+    found = find_program(words["program"])
+    given = {name: words[name] for name in ("weights", "accumulate", "reduce", "rounding") if words[name] is not None}
+    program = found.model_copy(update=given)
+    problems = []
+    if given:
+        if program.weights != "masters" and "accumulate" not in given:
+            program = program.model_copy(update={"accumulate": "fp32"})
+        plan = Plan(
+            precision=words["precision"] or "bf16",
+            weights=program.weights,
+            accumulate=program.accumulate,
+            reduce=program.reduce,
+            rounding=program.rounding,
+        )
+        problems += [f"--{line}" for line in type_problems(plan)]
+    if words["virtual_stages"] > 1 and words["strategy"] is not None and "+pp" not in words["strategy"]:
+        problems.append(f"--virtual-stages {words['virtual_stages']} does nothing without +pp; remove it")
+    if problems:
+        raise PlanError(*problems)
+    return program
+
+
+def about_program(program: ProgramTraits, text: str) -> list[str]:
+    """Say whose costs are predicted."""
+    if program.is_own:
+        return []
+    about = program_table().get(text, {}).get("about", f"the traits of {text}")
+    return [f"--program {text}: costs are those of {about}; train runs this package's own program"]
+
+
+def bad_choices(words: Mapping[str, Any]) -> list[str]:
+    choices: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("--recompute", words["recompute"], get_args(Recompute)),
+        ("--precision", words["precision"], get_args(Precision)),
+        ("--optimizer", words["optimizer"], tuple(OPTIMIZERS)),
+        ("--loss", words["loss"], LOSSES),
+        ("--objective", words["objective"], OBJECTIVES),
+        ("--framework-overhead", words["framework_overhead"], ("on", "off")),
+        ("--weights", words["weights"], get_args(WeightType)),
+        ("--accumulate", words["accumulate"], get_args(GradientType)),
+        ("--reduce", words["reduce"], get_args(GradientType)),
+        ("--rounding", words["rounding"], get_args(Rounding)),
+    ]
+    return choice_problems(choices)
+
+
+def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
+    """List each option whose given value is unknown, with the known values."""
+    return [
+        f"{option} '{value}' must be one of {', '.join(known)}{did_you_mean(value, known)}"
+        for option, value, known in choices
+        if value is not None and value not in known
+    ]
+
+
+def read_count(text: str) -> float:
+    """Parse ``1e12``, ``300B`` or ``1.5T`` to a number.
+
+    Raises:
+        UserError: it is not a number, or not above 0.
+    """
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
+    try:
+        number = float(digits.replace("_", "")) * unit
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"--tokens '{text}' must be a positive number; write it as 1e12, 300B or 1.5T")
+    return number
+
+
+def read_length(text: str | None) -> int | None:
+    """``4096`` or ``4k`` as a number of tokens.
+
+    Raises:
+        UserError: it is none, or out of range.
+    """
+    if text is None:
+        return None
+    digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
+    number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
+    if not 1 <= number <= LONGEST:
+        raise UserError(f"--seq-len '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
+    return number

@@ -1,0 +1,16 @@
+"""Types of the tensors that a rank stores and sends, beside the compute type of a plan's ``precision``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+WeightType = Literal["fp32", "compute", "masters"]
+"""Weights at rest: fp32; in the compute type without a wider copy (pure bf16); or so, with fp32 masters as state."""
+GradientType = Literal["fp32", "compute"]
+Rounding = Literal["nearest", "stochastic", "kahan"]
+"""How an update in the compute type is rounded; ``kahan`` keeps the lost bits in one more tensor."""
+
+WEIGHT_WORDS: dict[str, str] = {
+    "compute": "weights stored in the compute type",
+    "masters": "weights in the compute type beside fp32 masters",
+}

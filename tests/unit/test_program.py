@@ -1,0 +1,215 @@
+"""Traits of programs: the table, a user's file, and that each trait changes what is predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.cost.memory.estimate import Estimate
+from shardwise.cost.memory.estimate_memory import estimate, peak_lower_bound
+from shardwise.cost.time.estimate_time import step_time
+from shardwise.errors import PlanError
+from shardwise.hardware.parse_cluster import parse_cluster
+from shardwise.model.catalogue import find_architecture
+from shardwise.model.profile import ModelProfile
+from shardwise.model.trace import trace_module
+from shardwise.model.transformer import profile_of
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan, not_runnable, type_problems
+from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, program_names, program_table
+from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
+from shardwise.search.candidate import Pins
+from shardwise.search.cost_inputs_of_plan import adapted
+from shardwise.search.search import search
+
+NODE = parse_cluster("8xH100-SXM")
+TRAITS = tuple(name for name in ProgramTraits.model_fields if name != "name")
+# A plan on which a trait changes memory or time, and the trait's other value.
+CHANGES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "modules": ("ddp+tp2", "megatron", {}),
+    "expandable_segments": ("fsdp", False, {}),
+    "weights": ("fsdp", "compute", {}),
+    "accumulate": ("zero1", "compute", {"weights": "masters", "zero": "megatron"}),
+    "reduce": ("fsdp", "compute", {}),
+    "rounding": ("fsdp", "kahan", {"weights": "compute"}),
+    "zero": ("zero2", "deepspeed", {}),
+    "bucket_elements": ("zero2", 10**8, {"zero": "deepspeed", "weights": "masters"}),
+    "flat_parameters": ("fsdp+lora", True, {}),
+    "adds_in_buckets": ("ddp", True, {}),
+    "loss": ("fsdp", "fused", {}),
+    "logit_bytes": ("fsdp", 30.0, {}),
+    "fp8_activations": ("zero1", True, {"precision": "fp8"}),
+    "adapters": ("ddp+lora", "compute", {}),
+    "adapter_keeps_inputs": ("ddp+qlora", True, {}),
+    "lora_dropout": ("ddp+lora", True, {}),
+    "attention": ("fsdp", "unfused", {}),
+    "sequence_parallel": ("fsdp+tp2", False, {}),
+    "async_tp": ("fsdp+tp2", True, {}),
+    "pads_vocab": ("fsdp", True, {"vocab": True}),
+    "overlaps_zero1": ("zero1", True, {}),
+    "host": ("fsdp", 40.0, {}),
+}
+SEARCHED = ("bases", "axes", "gradient_sync")  # these decide which plans there are
+
+
+def profile(name: str = "llama-3.1-8b", seq_len: int = 1024) -> ModelProfile:
+    architecture = find_architecture(name)
+    assert architecture is not None
+    return profile_of(architecture, seq_len)
+
+
+def plan_of(strategy: str, program: ProgramTraits, precision: str = "bf16", **options: Any) -> Plan:
+    parsed = parse_strategy(strategy)
+    low = precision != "fp32"
+    types = {"weights": program.weights, "accumulate": program.accumulate, "reduce": program.reduce} if low else {}
+    return Plan(
+        strategy=strategy,
+        dims=dims_for(parsed, 8),
+        micro_batch=2,
+        grad_accum=2,
+        seq_len=1024,
+        precision=precision,
+        device="cuda",
+        rounding=program.rounding,
+        loss_parallel=parsed.tp > 1,
+        **types,
+        **(program.plan_options if parsed.tp > 1 else {}),
+        **options,
+    )
+
+
+def costs(strategy: str, program: ProgramTraits, precision: str = "bf16", *, gpt: bool = False) -> tuple[Any, ...]:
+    workload = Workload(program=program)
+    plan = plan_of(strategy, program, precision)
+    model = adapted(profile("gpt2" if gpt else "llama-3.1-8b"), plan.parsed, workload, plan.precision)
+    found = estimate(model, plan, workload, NODE)
+    return found.parameters, found.gradients, found.reserved, step_time(model, plan, workload, NODE).step_s
+
+
+@pytest.mark.parametrize("trait", [name for name in TRAITS if name not in SEARCHED])
+def test_no_trait_is_accepted_and_ignored(trait: str) -> None:
+    strategy, value, beside = CHANGES[trait]
+    beside = dict(beside)
+    precision, gpt = beside.pop("precision", "bf16"), beside.pop("vocab", False)
+    usual = ProgramTraits(name="test", **beside)
+    other = usual.model_copy(update={trait: value})
+    assert getattr(usual, trait) != value
+    assert costs(strategy, usual, precision, gpt=gpt) != costs(strategy, other, precision, gpt=gpt), trait
+
+
+def test_the_search_lays_out_what_the_program_has() -> None:
+    workload = Workload(program=find_program("llm-foundry"), seq_len=1024, global_batch=64)
+    found = search(profile(), workload, NODE)
+    assert {c.plan.parsed.base for c in found.candidates} <= {"ddp", "zero2", "fsdp", "hsdp"}
+    assert all(c.plan.parsed.tp * c.plan.parsed.pp * c.plan.parsed.cp == 1 for c in found.candidates)
+    accumulating = [c.plan for c in found.candidates if c.plan.grad_accum > 1 and c.plan.parsed.shards_parameters]
+    assert accumulating and {plan.gradient_sync for plan in accumulating} == {"every"}
+    assert not any(c.runnable for c in found.candidates)
+    with pytest.raises(PlanError, match=r"torchtune has no pipeline parallelism \(\+pp2\); it has \+tp and \+cp"):
+        search(
+            profile(),
+            workload.model_copy(update={"program": find_program("torchtune")}),
+            NODE,
+            Pins(strategy=parse_strategy("fsdp+pp2")),
+        )
+
+
+def test_every_trait_of_the_table_has_a_source_and_every_source_a_trait() -> None:
+    for name, row in program_table().items():
+        given = set(row) - {"about", "base", "sources"}
+        assert row["about"] and given - {"bases"} == set(row["sources"]) - {"bases"}, name
+        assert find_program(name).name == name
+    assert find_program("shardwise") == SHARDWISE
+
+
+@pytest.mark.parametrize("name", program_names())
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "fsdp+tp2", "zero1+pp2"])
+def test_the_lower_bound_is_below_the_estimate(name: str, strategy: str) -> None:
+    program = find_program(name)
+    workload, plan = Workload(program=program), plan_of(strategy, program, recompute="selective")
+    found = estimate(profile(), plan, workload, NODE)
+    assert found.allocated is not None and found.allocated <= found.reserved
+    assert peak_lower_bound(profile(), plan, workload) <= found.allocated * 1.001
+
+
+def write(path: Any, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_users_file(tmp_path: Any) -> None:
+    file = write(tmp_path / "mine.toml", 'base = "torchtune"\nloss = "fused"\nabout = "ours"\n')
+    found = find_program(file)
+    assert found == find_program("torchtune").model_copy(update={"loss": "fused", "name": "mine"})
+    wrong = write(tmp_path / "bad.toml", 'base = "torchtun"\nexpandable_segment = false\nweights = "bf16"\n')
+    with pytest.raises(PlanError) as error:
+        find_program(wrong)
+    text = "\n".join(error.value.problems)
+    assert len(error.value.problems) == 3
+    for part in ("did you mean 'torchtune'", "did you mean 'expandable_segments'", "weights = 'bf16'"):
+        assert part in text
+    contradiction = write(tmp_path / "two.toml", 'accumulate = "compute"\nrounding = "kahan"\n')
+    with pytest.raises(PlanError) as error:
+        find_program(contradiction)
+    assert len(error.value.problems) == 2, error.value.problems
+    with pytest.raises(PlanError, match="give a program's name or its file"):
+        find_program(str(tmp_path / "none.toml"))
+    with pytest.raises(PlanError, match=r"did you mean 'megatron'"):
+        find_program("megatronn")
+    with pytest.raises(PlanError, match="known program's"):
+        find_program(write(tmp_path / "x.toml", 'name = "megatron"\n'))
+
+
+def test_types_are_planned_and_not_run() -> None:
+    plan = Plan(strategy="fsdp", precision="bf16", weights="compute", reduce="compute")
+    assert not_runnable(plan) == ("weights stored in the compute type", "gradients reduced in the compute type")
+    assert Plan(strategy="fsdp").fingerprint == Plan(strategy="fsdp", weights="fp32", program="shardwise").fingerprint
+    assert plan.fingerprint != Plan(strategy="fsdp", precision="bf16").fingerprint
+    wrong = Plan(precision="fp32", weights="compute", rounding="stochastic")
+    assert "take bf16" in type_problems(wrong)[0]
+    assert "leave it out" in type_problems(Plan(precision="bf16", rounding="kahan"))[0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        x = torch.randn(2, 64, dtype=self.blocks[0].weight.dtype) if x is None else x
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def example_inputs(self) -> torch.Tensor:
+        return torch.zeros(1, 64)
+
+
+@pytest.mark.parametrize("kind", ["compute", "masters", "fp32"])
+def test_bytes_at_rest_are_those_of_tensors(kind: str) -> None:
+    """Pure bf16 and bf16 beside fp32 masters against tensors of a real step on one process."""
+    stored = torch.float32 if kind == "fp32" else torch.bfloat16
+    model = Model().to(stored)
+    masters = [p.detach().float().clone() for p in model.parameters()] if kind == "masters" else []
+    stepped = [nn.Parameter(p) for p in masters] or list(model.parameters())
+    optimizer = torch.optim.AdamW(stepped)
+    model(torch.randn(2, 64, dtype=stored)).backward()
+    for master, parameter in zip(masters and stepped, model.parameters(), strict=False):
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float()
+    optimizer.step()
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    moments = sum(t.numel() * t.element_size() for t in state)
+    program = ProgramTraits(name="test", weights=kind, accumulate="compute" if kind == "masters" else "fp32")
+    plan = Plan(
+        strategy="ddp", precision="bf16", device="cuda", weights=kind, accumulate=program.accumulate, micro_batch=1
+    )
+    found: Estimate = estimate(trace_module(Model), plan, Workload(program=program), parse_cluster("1xA100-80GB"))
+    assert found.parameters == parameters
+    assert found.gradients == sum(p.grad.numel() * p.grad.element_size() for p in model.parameters())
+    assert found.optimizer == moments + sum(m.numel() * m.element_size() for m in masters)
