@@ -249,11 +249,10 @@ class TestAdapters:
         [
             ("mixtral", {}),
             ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
-            ("deepseek_v3", OWN | {"n_routed_experts": 16, "first_k_dense_replace": 2}),
+            ("olmoe", {"num_experts": 16}),
             ("phimoe", {}),
         ],
     )
-    @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")  # peft's, of experts that have no adapter
     @pytest.mark.parametrize("targets", [(), ("attention",)])
     def test_adapters_are_as_many_as_peft_makes(self, family, own, targets):
         import torch
