@@ -196,6 +196,9 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
     state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
     layout = layout_of(plan)
+    if dims.ep > 1:
+        shared = f" × {dims.expert_shards} that have the same ones" if ways else ""
+        model_ways += f" (experts / (ep {dims.ep}{shared}) instead)"
     full, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
