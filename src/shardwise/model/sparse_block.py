@@ -26,13 +26,16 @@ def routed_weights(a: Architecture, m: Mixture, linear: LinearWeights) -> tuple[
     """Return the weights of a sparse layer's MLP: router, stacked experts, shared experts."""
     h, wide = a.hidden, (2 if a.gated else 1) * m.width
     active = m.per_token / m.experts
-    router = (Weight("mlp.gate.weight", (m.experts, h)),)
+    router: tuple[Weight, ...] = (Weight("mlp.gate.weight", (m.experts, h)),)
     router += (Weight("mlp.gate.bias", (m.experts,)),) if m.router_bias else ()
 
     def stacked(name: str, *shape: int, tp_dim: int | None) -> Weight:
         return Weight(f"mlp.experts.{name}", (m.experts, *shape), tp_dim=tp_dim, experts=m.experts, active=active)
 
-    experts = (stacked("gate_up_proj", wide, h, tp_dim=1), stacked("down_proj", h, m.width, tp_dim=2))
+    experts: tuple[Weight, ...] = (
+        stacked("gate_up_proj", wide, h, tp_dim=1),
+        stacked("down_proj", h, m.width, tp_dim=2),
+    )
     if m.expert_bias:
         experts += (
             stacked("gate_up_proj_bias", wide, tp_dim=1),

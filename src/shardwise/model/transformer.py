@@ -59,7 +59,7 @@ def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: boo
 
 
 def _problems(a: Architecture, seq_len: int | None, *, image: bool) -> list[str]:
-    problems = []
+    problems = list[str]()
     if image:
         return problems
     if seq_len is None or seq_len < 1:

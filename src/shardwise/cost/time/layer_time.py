@@ -230,7 +230,7 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
     full = op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not shards_sequence(unit, split))
     full = full or (op.kind == "loss" and not split.loss_parallel)
-    share = split.cp * (1 if full else split.tp)
+    share = float(split.cp * (1 if full else split.tp))
     if op.experts and split.ep > 1:
         share = split.micro / split.experts_of(op)[0]
     if split.compiled and op.fusible and unit.kind == "block":
