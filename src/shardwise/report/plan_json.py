@@ -43,6 +43,8 @@ class ModelFacts(Facts):
     origin: str
     source: str
     parameters: int
+    active_parameters: int = Field(description="that one token uses: of experts those it is routed to")
+    experts: int = Field(description="of a layer; 0 without")
     trainable: int
     blocks: int
     hidden_size: int | None
@@ -122,6 +124,7 @@ class TimeParts(Facts):
     data_parallel: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     pipeline: float
     optimizer: float
     offload: float
@@ -241,6 +244,8 @@ def _model(profile: ModelProfile) -> ModelFacts:
         origin=profile.origin,
         source=profile.source,
         parameters=profile.num_parameters,
+        active_parameters=round(profile.num_active),
+        experts=profile.experts,
         trainable=profile.num_trainable,
         blocks=profile.num_blocks,
         hidden_size=profile.hidden_size,
@@ -324,6 +329,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
             data_parallel=time.exposed_dp_s,
             tensor_parallel=time.exposed_tp_s,
             context_parallel=time.exposed_cp_s,
+            expert_parallel=time.exposed_ep_s,
             pipeline=time.pipeline_s,
             optimizer=time.optimizer_s,
             offload=time.offload_s,

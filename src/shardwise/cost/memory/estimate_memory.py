@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
@@ -216,7 +216,10 @@ def estimate(
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
     traits = workload.program
-    layout, expandable = layout_of(plan, traits), traits.expandable_segments
+    layout = replace(
+        layout_of(plan, traits), capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts
+    )
+    expandable = traits.expandable_segments
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters

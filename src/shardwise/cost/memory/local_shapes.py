@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardwise.cost.memory.expert_shards import expert_shape, rest_shape
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.optimizers import ParameterShard
@@ -64,6 +65,10 @@ class ShardLayout:
     kahan: bool = False  # the optimizer keeps the bits that low-precision updates lose
     buckets: int = 0  # bytes of communication buffers beside unsharded gradients
     fp8_saved: bool = False  # fp8 products save their inputs in 8 bits
+    ep: int = 1
+    expert_shards: int = 1  # ranks of FSDP2 that share the same experts
+    capacity_factor: float | None = None  # experts compute this many times their mean rows; None: what they get
+    balanced: bool = False  # a router that loads all experts alike
 
     @property
     def shards(self) -> bool:
@@ -105,6 +110,16 @@ class ShardLayout:
         """
         zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
         return not self.reshards or zero_bubble or (self.pp > 1 and self.framework != "shardwise")
+
+    def ranks_of(self, weight: Weight) -> int:
+        """Return the ranks over which FSDP2 shards ``weight``."""
+        if not self.shards:
+            return 1
+        return self.expert_shards if self.ep > 1 and weight.experts else self.shard_ranks
+
+    def replicas_of(self, weight: Weight) -> int:
+        """Return the ranks that reduce the gradient of the same shard of ``weight`` or of all of it together."""
+        return self.replicas * self.tp // self.ep if self.ep > 1 and weight.experts else self.replicas
 
     @property
     def sums_replicas(self) -> bool:
@@ -168,7 +183,7 @@ class UnitWeights:
 
 def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
     """Return ``framework``, or the default one for ``strategy``."""
-    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
+    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp * strategy.ep > 1
     return framework or ("megatron" if not_run else "shardwise")
 
 
@@ -176,7 +191,7 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
     """Build the `ShardLayout` of ``plan`` in ``program``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
-    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
+    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp * dims.ep > 1
     framework = framework_of(strategy, program.modules)
     partitions = strategy.base == "zero2" and program.zero == "deepspeed"
     masters = width < FP32 and (plan.weights == "masters" or (full and framework == "megatron" and program.is_own))
@@ -206,6 +221,8 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         kahan=plan.rounding == "kahan",
         buckets=program.bucket_elements * width,
         fp8_saved=plan.precision == "fp8" and program.fp8_activations,
+        ep=dims.ep,
+        expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
     )
 
 
@@ -333,8 +350,12 @@ def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     """Bytes of one ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
     types = WeightBytes(layout.width, layout.stored, layout.accumulated, layout.reduced)
-    parts = layout.replicas if layout.partitions else 1
-    return _unit_weights(UnitKey(unit), ranks, layout.tp, types, layout.shards, layout.masters, layout.flat, parts)
+    spread = (layout.ep, layout.expert_shards if layout.shards else 1) if layout.ep > 1 else (1, ranks)
+    dense, routed = (layout.replicas_of(weight) if layout.partitions else 1 for weight in _PROBES)
+    parts = (dense, routed)
+    return _unit_weights(
+        UnitKey(unit), ranks, layout.tp, types, layout.shards, layout.masters, layout.flat, parts, spread
+    )
 
 
 class ProfileKey:
@@ -379,24 +400,38 @@ class WeightBytes:
 
 @lru_cache(maxsize=4096)
 def _unit_weights(
-    same: UnitKey, ranks: int, tp: int, types: WeightBytes, shards: bool, masters: bool, flat: bool, parts: int
+    same: UnitKey,
+    ranks: int,
+    tp: int,
+    types: WeightBytes,
+    shards: bool,
+    masters: bool,
+    flat: bool,
+    parts: tuple[int, int],
+    spread: tuple[int, int],
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
-    With ``flat`` a gradient is as large as the unit where any of it trains. Each of ``parts`` ranks keeps its part of
-    the gradients of full weights.
+    ``spread`` is over how many ranks experts are spread, and how many shard the same ones. With ``flat`` a gradient is
+    as large as the unit where any of it trains. Each of ``parts`` ranks keeps its part of the gradients of full
+    weights: of dense ones, and of experts.
     """
     weights, wide = same.unit.weights, types.wide
     if types.stored < FP32:
         weights = tuple(replace(w, itemsize=min(w.itemsize, types.stored)) for w in weights)
-    shapes = [tp_shape(weight, tp, vocab=same.unit.kind != "block") for weight in weights]
+    ep, expert_shards = spread
+    shapes = [local_weight(weight, tp, ep, vocab=same.unit.kind != "block") for weight in weights]
+    each = [expert_shards if w.experts else ranks for w in weights]
     local = [math.prod(shape) for shape in shapes]
-    at_rest = [rest_elements(shape, ranks) for shape in shapes]
-    both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
+    at_rest = [math.prod(rest_shape(w, shape, n)) for w, shape, n in zip(weights, shapes, each, strict=True)]
+    both = [(w, n, rest, rest * m) for w, n, rest, m in zip(weights, local, at_rest, each, strict=True)]
     trained = [row for row in both if row[0].trainable]
     carried = both if flat and trained else trained
     held = [types.accumulated if masters else max(w.itemsize, wide) for w, _, _, _ in carried]
-    kept = sum(math.ceil(rest * each) for each, (_, _, rest, _) in zip(held, carried, strict=True))
+    kinds = [0, 0]  # gradients at rest: of dense weights, and of experts
+    for size, (w, _, rest, _) in zip(held, carried, strict=True):
+        kinds[bool(w.experts)] += math.ceil(rest * size)
+    kept = sum(kinds)
     sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
     scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
     cast = not shards and wide < types.stored and same.unit.kind != "embedding"
@@ -404,13 +439,13 @@ def _unit_weights(
     tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
     return UnitWeights(
         parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
-        gradients=math.ceil(kept / parts),
+        gradients=sum(math.ceil(size / part) for size, part in zip(kinds, parts, strict=True)),
         trained=sum(rest for _, _, rest, _ in trained),
         largest=max((rest for _, _, rest, _ in trained), default=0),
         full=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
         sent=sum(sent),
-        shard_sent=sum(sent) // ranks,
+        shard_sent=sum(size // m for size, m in zip(sent, each, strict=True)) if ep > 1 else sum(sent) // ranks,
         full_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
         last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
         waiting=sum(n * types.reduced for _, n, _, _ in carried),
@@ -440,7 +475,7 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
     few = attention is not None and attention.kv_heads % tp != 0
     found, columns = 0, list[Op]()
     for op in unit.ops:
-        if op.kind != "matmul":
+        if op.kind != "matmul" or op.experts:  # a gate and what it gates lie in each expert as they are cut
             continue
         if op.tp_sharding == "column":
             columns.append(op)
@@ -465,11 +500,11 @@ def tp_shape(weight: Weight, tp: int, *, vocab: bool = True) -> tuple[int, ...]:
     return (*weight.shape[:dim], math.ceil(weight.shape[dim] / tp), *weight.shape[dim + 1 :])
 
 
-def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a tensor on the fullest of ``ranks`` ranks: FSDP2's first chunk of dim 0."""
-    if ranks == 1 or not shape or not shape[0]:
-        return math.prod(shape)
-    return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+def local_weight(weight: Weight, tp: int, ep: int, *, vocab: bool = True) -> tuple[int, ...]:
+    """Shape of ``weight`` on one rank before FSDP shards it; ``ep`` leaves experts whole under tensor parallel."""
+    if ep > 1 and weight.experts:
+        return expert_shape(weight, ep)
+    return tp_shape(weight, tp, vocab=vocab)
 
 
 def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
@@ -484,12 +519,11 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
         if layout.flat_state:
             return optimizer_mean_bytes(pieces, layout, workload)
         return _fullest_share(pieces, layout, workload)
-    ranks = layout.shard_ranks if layout.shards else 1
+    shards = tuple(layout.ranks_of(weight) for weight in _PROBES)
+    types, key = StateTypes.of(layout), _StateKey(workload)
     return sum(
-        piece.count * _weight_state(_rest_shape(_local(w, piece, layout), ranks), layout, workload, w, piece.is_block)
+        piece.count * sum(_unit_states(UnitKey(piece.unit), layout.tp, layout.ep, shards, types, key))
         for piece in pieces
-        for w in piece.unit.weights
-        if w.trainable
     )
 
 
@@ -504,29 +538,70 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
     """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
-    full = sum(
-        p.count * _weight_state(_local(w, p, layout), layout, workload, w, p.is_block)
-        for p in pieces
-        for w in p.unit.weights
-        if w.trainable
-    )
-    return full // layout.replicas
+    full, types, key = [0, 0], StateTypes.of(layout), _StateKey(workload)
+    for p in pieces:
+        states = _unit_states(UnitKey(p.unit), layout.tp, layout.ep, (1, 1), types, key)
+        full = [total + p.count * state for total, state in zip(full, states, strict=True)]
+    return sum(total // layout.replicas_of(weight) for total, weight in zip(full, _PROBES, strict=True))
+
+
+_PROBES = (Weight("dense", (1,)), Weight("experts", (1,), experts=1))  # a weight of either kind
+
+
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """What the optimizer steps: fp32 ``masters``, or weights of ``stored`` bytes, with Kahan's rest or without."""
+
+    masters: bool
+    stored: int
+    kahan: bool
+
+    @classmethod
+    def of(cls, layout: ShardLayout) -> StateTypes:
+        """Return those of a layout."""
+        return cls(layout.masters, layout.stored, layout.kahan)
+
+    def weight_state(self, shape: tuple[int, ...], workload: Workload, weight: Weight, in_block: bool) -> int:
+        """Bytes of a weight's state, of its fp32 master, and of what Kahan summation keeps."""
+        more = FP32 * self.masters + self.stored * self.kahan
+        stored = FP32 if self.masters else self.stored
+        return _state_bytes(shape, stored, workload, weight, in_block) + more * math.prod(shape)
+
+
+class _StateKey:
+    """Workload that is equal to those whose optimizer has the same state."""
+
+    __slots__ = ("facts", "workload")
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.facts = (workload.optimizer, workload.optimizer_states, workload.scalar_states)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StateKey) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+
+@lru_cache(maxsize=8192)
+def _unit_states(
+    same: UnitKey, tp: int, ep: int, shards: tuple[int, ...], types: StateTypes, key: _StateKey
+) -> tuple[int, int]:
+    """Bytes of optimizer state of one unit's weights on the fullest rank: of dense ones, and of experts."""
+    unit, found = same.unit, [0, 0]
+    in_block = unit.kind == "block"
+    for weight in unit.weights:
+        if weight.trainable:
+            shape = local_weight(weight, tp, ep, vocab=not in_block)
+            routed = bool(weight.experts)
+            rest = rest_shape(weight, shape, shards[routed])
+            found[routed] += types.weight_state(rest, key.workload, weight, in_block)
+    return found[0], found[1]
 
 
 def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int, ...]:
-    return tp_shape(weight, layout.tp, vocab=not piece.is_block)
-
-
-def _weight_state(
-    shape: tuple[int, ...], layout: ShardLayout, workload: Workload, weight: Weight, in_block: bool
-) -> int:
-    """Bytes of a weight's state, of its fp32 master, and of what Kahan summation keeps."""
-    more = FP32 * layout.masters + layout.stored * layout.kahan
-    return _state_bytes(shape, layout, workload, weight, in_block) + more * math.prod(shape)
-
-
-def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    return shape if ranks == 1 or not shape else (math.ceil(shape[0] / ranks), *shape[1:])
+    return local_weight(weight, layout.tp, layout.ep, vocab=not piece.is_block)
 
 
 def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
@@ -547,7 +622,7 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
     for shape, weight, in_block in shapes:
         load, rank = heapq.heappop(loads)
         heapq.heappush(loads, (load + math.prod(shape), rank))
-        states[rank] += _weight_state(shape, layout, workload, weight, in_block)
+        states[rank] += StateTypes.of(layout).weight_state(shape, workload, weight, in_block)
     return max(states)
 
 
@@ -559,12 +634,9 @@ def _stepped_in(shape: tuple[int, ...], weight: Weight, workload: Workload, *, i
     return spec.group(ParameterShard(weight.shape, shape, shape, in_block))
 
 
-def _state_bytes(
-    shape: tuple[int, ...], layout: ShardLayout, workload: Workload, weight: Weight, in_block: bool
-) -> int:
-    """Bytes of state: in the type that is stepped, the master's if there is one; counters and scales in fp32."""
+def _state_bytes(shape: tuple[int, ...], stored: int, workload: Workload, weight: Weight, in_block: bool) -> int:
+    """Bytes of state of a weight that is stepped in ``stored`` bytes an element; counters and scales in fp32."""
     fixed = workload.scalar_states * STATE_ITEMSIZE
-    stored = FP32 if layout.masters else layout.stored
     if (spec := workload.custom_state) is not None:
         return spec.state_bytes(ParameterShard(weight.shape, shape, shape, in_block), stored) + fixed
     states = 2 if workload.optimizer_states is None else workload.optimizer_states

@@ -56,13 +56,16 @@ def update_s(
     """
     dims = plan.dims
     counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
-    trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
+    trainable = sum(count * (time.trainable - time.expert_trainable) for count, time in zip(counts, times, strict=True))
+    experts = sum(count * time.expert_trainable for count, time in zip(counts, times, strict=True))
     stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
     program, width = workload.program, COMPUTE_BYTES[plan.precision]
     partitions = strategy.base == "zero2" and program.zero == "deepspeed"
     shards_state = strategy.base == "zero1" or partitions
     shards = dims.dp_shard * dims.cp if strategy.shards_parameters and not partitions else 1
     stepped = trainable / (dims.dp * dims.cp if shards_state else shards)
+    divided = shards_state or strategy.shards_parameters
+    stepped += experts / (dims.expert_shards if divided else 1)  # of one replica: `ParallelDims.expert_shards`
     spec = OPTIMIZERS.get(workload.optimizer or "")
     moves = 12.0 + 8.0 * (workload.optimizer_states or 0) if spec is None else spec.moved_bytes
     if plan.weights == "compute":
@@ -72,7 +75,11 @@ def update_s(
     if shards_state:
         sent = width if distributed or plan.weights != "fp32" else MASTER_BYTES
         after = machine.collective_s("all_gather", sent * trainable, ranks, inner)
-    clip = machine.memory_s(CLIP_MOVES * trainable / shards)
+        outside = max(1, machine.cluster.devices_per_node // dims.ep)
+        after += machine.collective_s("all_gather", sent * experts, dims.expert_shards, outside) if experts else 0.0
+    held = trainable / shards + experts / (dims.expert_shards if strategy.shards_parameters and not partitions else 1)
+    clip = machine.memory_s(CLIP_MOVES * held)
+    trainable += experts
     if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
         return machine.memory_s(moves * stepped) + clip, after, 0.0
     pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
