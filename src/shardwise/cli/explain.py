@@ -59,7 +59,7 @@ def run_explain(
     problem = ask(profile, with_plan(request.workload, plan), request.cluster, pinned, costs=costs)
     best = cost_of(problem, plan)
     print_facts(problem.profile, request.cluster, console)
-    print_explanation(problem.profile, request.cluster, best, console)
+    print_explanation(problem.profile, request.cluster, best, console, request.program)
     free = pins.model_copy(update={"strategy": None})
     if plan.dims.splits_model:
         others = search(profile, request.workload, request.cluster, free, costs=costs).candidates
@@ -73,7 +73,7 @@ def run_explain(
         for line in lines:
             console.print(line, markup=False)
         if found is not None and found is not best:
-            print_explanation(profile, request.cluster, found, console)
+            print_explanation(profile, request.cluster, found, console, request.program)
     if as_json:
         print(_json(problem, best, found, lines))
 

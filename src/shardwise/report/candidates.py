@@ -14,6 +14,7 @@ from shardwise.cost.price import Prices, dollars_per_million_tokens, offers
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
@@ -255,7 +256,13 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
     return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
 
 
-def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console) -> None:
+def print_explanation(
+    profile: ModelProfile,
+    cluster: ClusterSpec,
+    best: Candidate,
+    console: Console,
+    program: ProgramTraits = SHARDWISE,
+) -> None:
     """Print the arithmetic of one plan: categories with formulas, phases, time parts, traffic."""
     plan, memory, time = best.plan, best.memory, best.time
     console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
@@ -266,7 +273,7 @@ def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candida
     table = Table(title="memory of the fullest device", title_justify="left", title_style="bold", box=None)
     for name in ("category", "bytes", "from"):
         table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for name, value, formula in memory_arithmetic(profile, plan, memory):
+    for name, value, formula in memory_arithmetic(profile, plan, memory, program):
         table.add_row(name, bytes_text(value), escape(formula))
     for name in ("allocated", "reserved", "device"):
         table.add_row(f"[bold]{name}[/]", bytes_text(getattr(memory, name)), _PEAKS[name])
