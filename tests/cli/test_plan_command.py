@@ -363,3 +363,29 @@ class TestProof:
         ]
         done = shardwise(*words, *option, exit_code=2)
         assert f"has no {' '.join(option)}; leave one of them out" in done.stderr
+
+
+def test_another_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["llama-3.1-8b", "--cluster", "8xA100-80GB", "--seq-len", "4096", "--global-batch", "64", "--strategy"]
+    (tmp_path / "mine.toml").write_text('base = "torchtune"\nloss = "fused"\n')
+    found = answer(capsys, *asked, "fsdp", "--program", "mine.toml", "-o", "plan.toml")
+    first = found["candidates"][0]
+    assert (found["workload"]["program"], first["weights"], first["reduce"]) == ("mine", "compute", "compute")
+    assert not first["runnable"] and "--program mine" in first["why_not_runnable"]
+    assert first["memory_bytes"]["parameters"] == first["memory_bytes"]["gradients"]
+    (tmp_path / "mine.toml").unlink()  # the question in the plan file has the traits
+    assert "trained × 2 B / dp_shard 8" in command(capsys, "explain", "plan.toml")[0]
+    refused = (
+        (["fsdp+pp2", "--program", "torchtune"], ["torchtune has no pipeline parallelism (+pp2); it has +tp and +cp"]),
+        (["fsdp+tp2", "--program", "deepspeed"], ["deepspeed has no tensor parallelism (+tp2)"]),
+        (["deepspeed-zero3", "--program", "trl"], ["take --program deepspeed"]),
+        (["fsdp", "--program", "torchtitn", "--virtual-stages", "2"], ["did you mean 'torchtitan'", "without +pp"]),
+        (["fsdp", "--weights", "bf16", "--reduce", "fp8"], ["--weights 'bf16' must be", "--reduce 'fp8' must be"]),
+        (["fsdp", "--weights", "compute", "--precision", "fp32"], ["take bf16"]),
+        (["fsdp", "--rounding", "kahan"], ["is of weights = 'compute'"]),
+        (["fsdp", "--program", "torchtitan", "--prove"], ["leave the options behind --program torchtitan out"]),
+    )
+    for words, parts in refused:
+        text = " ".join(command(capsys, "plan", *asked, *words, exit_code=2)[1].split())
+        assert all(part in text for part in parts), (words, text)

@@ -73,7 +73,7 @@ def run_explain(
         for line in lines:
             console.print(line, markup=False)
         if found is not None and found is not best:
-            print_explanation(profile, request.cluster, found, console)
+            print_explanation(profile, request.cluster, found, console, request.workload)
     if as_json:
         print(_json(problem, best, found, lines))
 

@@ -6,39 +6,49 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from shardwise.errors import PlanError, UserError, did_you_mean
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
 from shardwise.plan.program import ProgramTraits, find_program, program_table
 from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+from shardwise.search.problem import default_precision
 
 LOSSES = ("plain", "fused")
 LONGEST = 2**27
+TYPES: dict[str, Any] = {
+    "weights": WeightType,
+    "accumulate": GradientType,
+    "reduce": GradientType,
+    "rounding": Rounding,
+}
 
 
-def program_of(words: Mapping[str, Any]) -> ProgramTraits:
+def program_of(words: Mapping[str, Any], cluster: ClusterSpec | None) -> ProgramTraits:
     """Return the program's traits with the types that the options name.
 
     Raises:
-        PlanError: the program is unknown, or the types contradict each other or the strategy.
+        PlanError: the program is unknown, or the types contradict each other or the precision.
     """
-    found = find_program(words["program"])
-    given = {name: words[name] for name in ("weights", "accumulate", "reduce", "rounding") if words[name] is not None}
-    program = found.model_copy(update=given)
-    problems = []
+    problems: list[str] = []
+    stages = words["virtual_stages"]
+    if stages > 1 and words["strategy"] is not None and "+pp" not in words["strategy"]:
+        problems.append(f"--virtual-stages {stages} does nothing without +pp; remove it")
+    try:
+        program = find_program(words["program"])
+    except PlanError as error:
+        raise PlanError(*problems, *error.problems) from None
+    given = {name: words[name] for name in TYPES if words[name] is not None}
+    if any(value not in get_args(TYPES[name]) for name, value in given.items()):
+        given = {}  # `bad_choices` says so
+    program = program.model_copy(update=given)
     if given:
         if program.weights != "masters" and "accumulate" not in given:
             program = program.model_copy(update={"accumulate": "fp32"})
-        plan = Plan(
-            precision=words["precision"] or "bf16",
-            weights=program.weights,
-            accumulate=program.accumulate,
-            reduce=program.reduce,
-            rounding=program.rounding,
-        )
-        problems += [f"--{line}" for line in type_problems(plan)]
-    if words["virtual_stages"] > 1 and words["strategy"] is not None and "+pp" not in words["strategy"]:
-        problems.append(f"--virtual-stages {words['virtual_stages']} does nothing without +pp; remove it")
+        precision = words["precision"] or ("bf16" if cluster is None else default_precision(cluster))
+        if precision in get_args(Precision):
+            types = {name: getattr(program, name) for name in TYPES}
+            problems += [f"--{line}" for line in type_problems(Plan.model_validate({"precision": precision} | types))]
     if problems:
         raise PlanError(*problems)
     return program
@@ -53,6 +63,7 @@ def about_program(program: ProgramTraits, text: str) -> list[str]:
 
 
 def bad_choices(words: Mapping[str, Any]) -> list[str]:
+    """List each choice among known words that is none of them."""
     choices: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("--recompute", words["recompute"], get_args(Recompute)),
         ("--precision", words["precision"], get_args(Precision)),
@@ -60,10 +71,7 @@ def bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--loss", words["loss"], LOSSES),
         ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-        ("--weights", words["weights"], get_args(WeightType)),
-        ("--accumulate", words["accumulate"], get_args(GradientType)),
-        ("--reduce", words["reduce"], get_args(GradientType)),
-        ("--rounding", words["rounding"], get_args(Rounding)),
+        *((f"--{name}", words[name], get_args(kind)) for name, kind in TYPES.items()),
     ]
     return choice_problems(choices)
 

@@ -293,14 +293,12 @@ def read_request(
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
     problems += bad_choices(words)
-    program = tried(problems, lambda: program_of(words))
     tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
-    pinned = words["strategy"]
-    strategy = tried(problems, lambda: None if pinned in (None, "auto") else str(parse_strategy(pinned)))
+    strategy = tried(problems, lambda: _pinned(words["strategy"]))
     cluster = tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
+    program = tried(problems, lambda: program_of(words, cluster))
     prices = tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
     profile, notes = tried(problems, lambda: _profile(words)) or (None, [])
-    notes = first_notes + notes
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
@@ -313,7 +311,12 @@ def read_request(
         notes += about
     if problems or cluster is None or profile is None or program is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
-    notes += _left_out(words, profile, cluster, links) + about_program(program, words["program"])
+    notes = [
+        *first_notes,
+        *notes,
+        *_left_out(words, profile, cluster, links),
+        *about_program(program, words["program"]),
+    ]
     if words["precision"] is None:
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
@@ -324,25 +327,26 @@ def read_request(
         notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
     if tokens is None and words.get("steps") and profile.seq_len:
         tokens = words["steps"] * batch * profile.seq_len
-    request = PlanRequest.model_validate(
-        {
-            **{name: value for name, value in words.items() if name in PlanRequest.model_fields},
-            "lora_rank": words["lora_rank"] or DEFAULT_RANK,
-            "lora_targets": targets,
-            "cluster": cluster,
-            "cluster_text": words["cluster"] or THIS_MACHINE,
-            "seq_len": profile.seq_len,
-            "global_batch": batch,
-            "tokens": tokens,
-            "fused_loss": words["loss"] == "fused",
-            "framework_overhead": words["framework_overhead"] == "on",
-            "strategy": strategy,
-            "program": program,
-            "program_text": words["program"],
-            "calibration": links,
-        }
-    )
-    return request, profile, prices, notes
+    found = {"lora_targets": targets, "cluster": cluster, "seq_len": profile.seq_len, "global_batch": batch}
+    found |= {"tokens": tokens, "strategy": strategy, "program": program, "calibration": links}
+    return _requested(words, found), profile, prices, notes
+
+
+def _requested(words: Mapping[str, Any], found: Mapping[str, Any]) -> PlanRequest:
+    """Build the request from the options and from what was found for them."""
+    given = {name: value for name, value in words.items() if name in PlanRequest.model_fields}
+    read = {
+        "lora_rank": words["lora_rank"] or DEFAULT_RANK,
+        "cluster_text": words["cluster"] or THIS_MACHINE,
+        "fused_loss": words["loss"] == "fused",
+        "framework_overhead": words["framework_overhead"] == "on",
+        "program_text": words["program"],
+    }
+    return PlanRequest.model_validate({**given, **read, **found})
+
+
+def _pinned(text: str | None) -> str | None:
+    return None if text in (None, "auto") else str(parse_strategy(text))
 
 
 def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:

@@ -265,7 +265,7 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
 
 
 def print_explanation(
-    profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console, workload: Workload | None = None
+    profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console, workload: Workload
 ) -> None:
     """Print the arithmetic of one plan: categories with formulas, phases, time parts, traffic."""
     plan, memory, time = best.plan, best.memory, best.time
@@ -274,12 +274,12 @@ def print_explanation(
         console.print(f"      with {options}", markup=False)
     console.print(f"      {plan.reason}", markup=False)
     console.print(f"batch: {plan.batch_equation()}", markup=False)
-    if routed := experts_text(profile, plan, workload or Workload()):
+    if routed := experts_text(profile, plan, workload):
         console.print(f"experts: {routed}", markup=False)
     table = Table(title="memory of the fullest device", title_justify="left", title_style="bold", box=None)
     for name in ("category", "bytes", "from"):
         table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
-    for name, value, formula in memory_arithmetic(profile, plan, memory):
+    for name, value, formula in memory_arithmetic(profile, plan, memory, workload.program):
         table.add_row(name, bytes_text(value), escape(formula))
     for name in ("allocated", "reserved", "device"):
         table.add_row(f"[bold]{name}[/]", bytes_text(getattr(memory, name)), _PEAKS[name])

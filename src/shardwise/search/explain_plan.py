@@ -12,6 +12,7 @@ from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
@@ -187,7 +188,9 @@ def _factors(text: str) -> str:
     return f"({text})" if "×" in text else text
 
 
-def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> list[tuple[str, int | None, str]]:
+def memory_arithmetic(
+    profile: ModelProfile, plan: Plan, memory: Estimate, program: ProgramTraits = SHARDWISE
+) -> list[tuple[str, int | None, str]]:
     """Return category, bytes and the formula behind them; the bytes are the estimate's."""
     strategy, dims = plan.parsed, plan.dims
     model_ways = "".join(f" / {axis} {n}" for axis, n in (("tp", dims.tp), ("pp", dims.pp)) if n > 1)
@@ -195,13 +198,18 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     ranks = " × ".join(f"{name} {n}" for name, n in (("dp", dims.dp), ("cp", dims.cp)) if n > 1)
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
     state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
-    layout = layout_of(plan)
+    layout = layout_of(plan, program)
+    if layout.partitions:  # DeepSpeed's ZeRO-2: full weights, a part of gradients and state
+        ways, state_ways = "", f" / {_factors(ranks)}"
+    gradient_ways = state_ways if layout.partitions else ways
+    each = layout.accumulated if layout.masters else max(layout.stored, layout.width)
     own, own_state = "", ""
     if dims.ep > 1:
         pp = f" × pp {dims.pp}" if dims.pp > 1 else ""
         shared = f", of experts / (ep {dims.ep} × {dims.expert_shards} that share them{pp})"
         own = shared if ways else f", of experts / (ep {dims.ep}{pp})"
         own_state = shared if state_ways else own
+    own_gradient = own_state if layout.partitions else own
     full, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
@@ -221,15 +229,15 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     stage = f"{blocks / dims.pp:.3g} blocks" if dims.pp > 1 else counted(blocks, "block")
     if layout.replicates:
         gathered = f"a block's {width}-byte weights, and its unsharded gradient in transit"
-    elif not strategy.shards_parameters:
-        gathered = f"autocast's {width}-byte weights" if width < 4 else "reduction buckets"
+    elif not layout.shards:
+        gathered = f"autocast's {width}-byte weights" if layout.autocasts else "reduction buckets"
     elif strategy.reshards_after_forward:
         gathered = f"gathered blocks of {width}-byte weights, and a block's unsharded gradient in transit"
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
         ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}{own}{twice}"),
-        ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}{own}"),
+        ("gradients", memory.gradients, f"{trained} trained × {each} B{model_ways}{gradient_ways}{own_gradient}"),
         ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}{own_state}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
         ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),

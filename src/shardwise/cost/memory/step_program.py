@@ -161,11 +161,8 @@ class _Writer(LossWriter):
 
     def _crowd(self, others: int) -> list[int]:
         """Trace what other micro batches in flight have saved."""
-        trace, s = self.trace, self.s
-        found = [trace.alloc(kept_logits(s) * others, LOGITS)]
-        for size in saved_pieces(s, others):
-            found.append(trace.alloc(size, ACTIVATIONS))
-        return found
+        logits = self.trace.alloc(kept_logits(self.s) * others, LOGITS)
+        return [logits, *(self.trace.alloc(size, ACTIVATIONS) for size in saved_pieces(self.s, others))]
 
     def _state(self) -> None:
         """Trace the optimizer's state: at once, or a tensor for each state of each block."""
