@@ -57,7 +57,7 @@ def main() -> None:
         while not select.select([sys.stdin.buffer], [], [], _POLL_S)[0]:
             monitor.see_ended()
             for line in monitor.check():
-                if watched.speaks or monitor.blames_link:
+                if watched.speaks or monitor.knows_alone:
                     print(f"shardwise: {line}", file=sys.stderr, flush=True)
             if monitor.ends:
                 print(f"shardwise: {monitor.message}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import secrets
@@ -12,12 +13,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.distributed.process_group import broadcast_text
+from shardwise.distributed.process_group import broadcast_text, gather_text
 from shardwise.environment import node_name
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
+from shardwise.watch.abort_hold import AbortHold
 from shardwise.watch.beside import Watched, start_monitor
+from shardwise.watch.devices import device_uuid, write_device
 from shardwise.watch.heartbeat import Heartbeat
 from shardwise.watch.rank_state import Responder
 from shardwise.watch.slow_rank import SlowRank
@@ -35,9 +38,10 @@ class RankWatch:
     """
 
     def __init__(self, session: Session, output: Path, *, beside: bool = False) -> None:
-        ranks = session.ranks
+        self._ranks = ranks = session.ranks
         self._monitor: subprocess.Popen[bytes] | None = None
         self._responder: Responder | None = None
+        self._hold: AbortHold | None = None
         self._watchers = session.phase_watchers  # and not the session, which would keep the model alive
         self._speaks = ranks.is_main and ranks.world_size > 1
         several = beside and ranks.world_size > ranks.local_world_size
@@ -50,11 +54,14 @@ class RankWatch:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if sys.platform == "linux":
                 self._responder = Responder(folder, ranks.rank)
+                with contextlib.suppress(OSError, AttributeError):  # no libstdc++: an abort is seen when it is over
+                    self._hold = AbortHold(folder, ranks.rank) if ranks.world_size > 1 else None
+            if session.device.type == "cuda":
+                write_device(folder, ranks.rank, device_uuid(session.device))
             self._heartbeat: Heartbeat | None = Heartbeat(folder, ranks.rank)
         except OSError as error:
             self._heartbeat = None
-            if self._responder is not None:
-                self._responder.close()
+            self._close_answers()
             logging.getLogger("shardwise").warning("rank %d is not watched: %s", ranks.rank, error)
             return
         self._watchers.append(self._heartbeat.phase)
@@ -67,9 +74,12 @@ class RankWatch:
             self._monitor = start_monitor(watched)
 
     def judge_speed(self, attribution: Attribution, say: Callable[[str], None]) -> None:
-        """Name a rank that all others wait for, step after step, with ``say`` on rank 0."""
+        """Name a rank that all others wait for, step after step, with ``say`` on rank 0. Collective on GPUs."""
+        ranks, uuids = self._ranks, list[str]()
+        if ranks.device.type == "cuda" and ranks.world_size > 1:
+            uuids = gather_text(device_uuid(ranks.device), ranks)[: ranks.local_world_size]  # NVML sees this node's
         if self._speaks:
-            SlowRank.attach(attribution, say, self._report)
+            SlowRank.attach(attribution, say, self._report, uuids)
 
     def close(self) -> None:
         """End: this rank's silence means nothing from now on."""
@@ -78,12 +88,16 @@ class RankWatch:
             self._heartbeat.close()
             if self._heartbeat.phase in self._watchers:
                 self._watchers.remove(self._heartbeat.phase)
-        if self._responder is not None:
-            self._responder.close()
-            self._responder = None
+        self._close_answers()
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
             try:
                 monitor.communicate(timeout=MONITOR_END_S)
             except (subprocess.TimeoutExpired, OSError):
                 monitor.kill()
+
+    def _close_answers(self) -> None:
+        for one in (self._hold, self._responder):
+            if one is not None:
+                one.close()
+        self._hold = self._responder = None

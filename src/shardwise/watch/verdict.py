@@ -36,9 +36,10 @@ class Reason(StrEnum):
     CODE = "not joined"
     NATIVE = "native code"
     LINK = "link"
+    DEVICE = "device lost"
 
 
-CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.ORDER, Reason.GONE)
+CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.ORDER, Reason.GONE, Reason.DEVICE)
 """Reasons that no waiting can end."""
 SLOW = (Reason.LOADER, Reason.DISK)
 """Reasons that may take long, and end by themselves."""
@@ -59,7 +60,7 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
     ``facts`` are of ranks that do not move; ``silent`` are the other ranks of the run, of nodes that say nothing,
     or ``None`` if nothing is known of other nodes.
     """
-    for test in (_gone, _stopped, _mismatched, _awaited, _piped):
+    for test in (_gone, _stopped, mismatched, _awaited, _piped):
         found = test(facts)
         if found is not None:
             return found
@@ -104,7 +105,7 @@ def _stopped(facts: Sequence[RankFacts]) -> Verdict | None:
     )
 
 
-def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
+def mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
     """Ranks in one place of a group's sequence with different collectives, or different shapes of one.
 
     Where all ranks have come through, the difference did no harm: a last batch may be smaller on one of them.
