@@ -1,6 +1,7 @@
 """Injects faults into real runs on gloo ranks, and holds the watchdog's verdict and its time against what was injected.
 
-``python benchmarks/watch/run.py --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept.
+``python benchmarks/watch/run.py --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept. A
+part of the faults (``--turns 50 100``) adds to those that are there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import platform
 import random
 import re
@@ -53,7 +55,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
 """Words of the message, one of which must be there, of each fault."""
 ANYWHERE = ("disk", "cut")
 """Faults of a machine or a link, which any rank may meet."""
-GROUP = Path("/sys/fs/cgroup/memory/shardwise-watch")
+GROUP = Path(f"/sys/fs/cgroup/memory/shardwise-watch-{os.getpid()}")
 MEMORY_LIMIT = 3 << 30
 LIMIT_S = 150.0
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
@@ -220,40 +222,38 @@ def main() -> None:
     options.add_argument("--faults", type=int, default=200)
     options.add_argument("--clean-steps", type=int, default=2000)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--turns", type=int, nargs=2, default=(0, 1 << 30), help="only these of the faults: from, to")
     options.add_argument("--kinds", nargs="*", default=list(EXPECTED), help="only these faults")
     given = options.parse_args()
-    results = []
+    given.output.mkdir(parents=True, exist_ok=True)
+    kept = given.output / "results.json"
+    results = json.loads(kept.read_text())["results"] if given.turns[0] and kept.exists() else []
     with mock.patch.object(monitor, "RECOVER_S", 1.0):  # after the verdict, which is what is timed
-        for number, trial in enumerate(trials(given.faults, given.seed)):
+        for number, trial in list(enumerate(trials(given.faults, given.seed)))[slice(*given.turns)]:
             if trial.kind not in given.kinds:
                 continue
             results.append(run(trial))
             one = results[-1]
-            print(
-                number,
-                trial,
-                one["right_rank"],
-                one["right_reason"],
-                one["seconds_to_verdict"],
-                one["ranks_named"],
-                flush=True,
-            )
-            if one["said"]:
-                print(one["said"], flush=True)
+            said = (one["right_rank"], one["right_reason"], one["seconds_to_verdict"], one["ranks_named"])
+            print(number, trial, *said, one["said"], flush=True)
+            kept.write_text(json.dumps(summary(results), indent=1) + "\n")
+    document = {**summary(results), "clean": clean(given.clean_steps) if given.clean_steps else []}
+    kept.write_text(json.dumps(document, indent=1) + "\n")
+    print({key: value for key, value in document.items() if key != "results"})
+
+
+def summary(results: list[dict[str, object]]) -> dict[str, object]:
+    """How many were right, and how soon."""
     times = [float(str(one["seconds_to_verdict"])) for one in results if one["seconds_to_verdict"] is not None]
-    document = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {torch.__version__}, gloo",
         "faults": len(results),
         "right_rank": sum(bool(one["right_rank"]) for one in results),
         "right_reason": sum(bool(one["right_reason"]) for one in results),
-        "seconds_to_verdict": {"median": statistics.median(times), "worst": max(times)},
-        "clean": clean(given.clean_steps),
+        "seconds_to_verdict": {"median": statistics.median(times or [0]), "worst": max(times or [0])},
         "results": results,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
-    (given.output / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    print({key: value for key, value in document.items() if key != "results"})
 
 
 if __name__ == "__main__":
