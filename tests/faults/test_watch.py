@@ -24,7 +24,7 @@ from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.nodes import FRESH_S, Nodes
 from shardwise.watch.rank_facts import RankFacts
-from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, _collectives, ask, tell_end
+from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, collectives, tell_end
 from shardwise.watch.slow_rank import SlowRank
 from shardwise.watch.verdict import Reason, Verdict, judge
 from tests.cli.configs import ROOT, environment, losses, write_config
@@ -218,9 +218,14 @@ def call(number: int, name: str = "all_reduce", size: int = 3, group: str = "0",
 
 
 def facts(
-    rank: int, *calls: CollectiveCall, status: str = psutil.STATUS_SLEEPING, phase: str = "forward", file: str = "u.py"
+    rank: int,
+    *calls: CollectiveCall,
+    status: str = psutil.STATUS_SLEEPING,
+    phase: str = "forward",
+    file: str = "u.py",
+    step: int = 7,
 ) -> RankFacts:
-    beat = Beat(rank, 100 + rank, 7, phase, 0, 0, {})
+    beat = Beat(rank, 100 + rank, step, phase, 0, 0, {})
     return RankFacts(beat, status, False, RankState(rank, (Frame(file, 3, "f", "x"),), calls))
 
 
@@ -257,6 +262,10 @@ def facts(
         ([facts(0, call(5, "recv", peer=True)), facts(1, call(5, "send", size=4, peer=True))], Reason.LINK, (0, 1)),
         ([facts(0, file="x/torch/distributed/pipelining/schedules.py"), facts(1)], Reason.CODE, (1,)),
         ([facts(0, call(5)), facts(1, call(5))], Reason.LINK, (0, 1)),
+        ([facts(0, call(5)), facts(1, call(5, size=4), step=8)], Reason.BATCHES, (1,)),
+        ([facts(0, call(5)), facts(1, call(5)), facts(2, phase="end", status="")], Reason.BATCHES, (0, 1)),
+        ([facts(0, call(5, members=(0, 1))), facts(1), facts(2, phase="end", status="")], Reason.CODE, (1,)),
+        ([facts(0, call(5)), replace(facts(1, phase="end"), state=None)], None, ()),  # not watched any more
         ([facts(0), facts(1)], None, ()),
         ([facts(0, call(5, pending=False)), facts(1, call(4, pending=False))], None, ()),
     ],
@@ -443,7 +452,7 @@ def test_a_save_in_the_background_waits_for_itself_alone() -> None:
     threads = [threading.main_thread().ident, saver.ident, 77]  # the last: one of a backward, which Python has not made
     entries = [{**entry, "collective_seq_id": n, "thread_id": str(thread)} for n, thread in enumerate(threads)]
     with mock.patch("torch._C._distributed_c10d._dump_fr_trace_json", return_value=json.dumps({"entries": entries})):
-        found = _collectives()
+        found = collectives()
     done.set()
     saver.join()
     assert [call.number for call in found] == [0, 2]

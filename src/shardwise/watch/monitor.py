@@ -12,12 +12,12 @@ from shardwise.units import seconds_text
 from shardwise.watch.abort_hold import any_held
 from shardwise.watch.devices import Devices
 from shardwise.watch.exit_status import OomKills
-from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
+from shardwise.watch.heartbeat import DONE, Beat, ranks_here, read_beat
 from shardwise.watch.nodes import Nodes
 from shardwise.watch.processes import ProcessFacts, has_ended, unanswered_peers
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import RankState, ask
-from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge, mismatched
+from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge, mismatched, went_on
 from shardwise.watch.watch_events import add_event
 
 QUIET_S = 3.0
@@ -73,7 +73,7 @@ class Monitor:
             return []
         self._next = now + _POLL_S
         beats = self._beats()
-        moving = [beat for beat in beats if beat.phase != "end"]
+        moving = [beat for beat in beats if beat.phase not in DONE]
         if len(beats) < self.count or not moving:
             return []
         quiet = min(now - beat.since_ns * 1e-9 for beat in moving)
@@ -108,13 +108,13 @@ class Monitor:
     def see_ended(self) -> None:
         """Note which ranks are the first to have ended in the middle of a step: a launcher ends the others then."""
         if not self._ended:
-            self._ended = tuple(one.rank for one in self._beats() if one.phase != "end" and has_ended(one.pid))
+            self._ended = tuple(one.rank for one in self._beats() if one.phase not in DONE and has_ended(one.pid))
 
     def ended(self) -> str:
         """Which ranks have ended in the middle of a step without a word, and what the kernel says; empty if none."""
         self.see_ended()
         facts = self._facts([beat for beat in self._beats() if beat.rank in self._ended], 0.0, answers={})
-        found = ended(facts)
+        found = went_on(self._beats()) or ended(facts)
         if found is None:
             return ""
         killed = OomKills.now()

@@ -12,12 +12,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from shardwise.distributed.process_group import broadcast_text, gather_text
+import torch
+
+from shardwise.distributed.process_group import Ranks, broadcast_text, gather_text
 from shardwise.environment import node_name
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.train.run_files import RunFile
-from shardwise.train.session import Session
 from shardwise.watch.abort_hold import AbortHold
 from shardwise.watch.beside import Watched, start_monitor
 from shardwise.watch.devices import device_uuid, write_device
@@ -29,6 +31,19 @@ MONITOR_END_S = 5.0
 """Time that the monitor has to end."""
 
 
+class Loop(Protocol):
+    """What is watched: a `Session`, or a `WatchedLoop`; see the former for its parts."""
+
+    ranks: Ranks
+    phase_watchers: list[Callable[[str], None]]
+    at_close: contextlib.ExitStack
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        ...
+
+
 class RankWatch:
     """Heartbeat of a rank for as long as it trains.
 
@@ -37,7 +52,7 @@ class RankWatch:
     watched, and a warning says so.
     """
 
-    def __init__(self, session: Session, output: Path, *, beside: bool = False) -> None:
+    def __init__(self, session: Loop, output: Path, *, beside: bool = False) -> None:
         self._ranks = ranks = session.ranks
         self._monitor: subprocess.Popen[bytes] | None = None
         self._responder: Responder | None = None
@@ -85,7 +100,7 @@ class RankWatch:
         """End: this rank's silence means nothing from now on."""
         atexit.unregister(self.close)
         if self._heartbeat is not None:
-            self._heartbeat.close()
+            self._heartbeat.close("failed" if getattr(sys, "last_value", None) is not None else "end")
             if self._heartbeat.phase in self._watchers:
                 self._watchers.remove(self._heartbeat.phase)
         self._close_answers()
