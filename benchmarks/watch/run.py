@@ -60,6 +60,14 @@ MEMORY_LIMIT = 3 << 30
 LIMIT_S = 150.0
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 NEEDS_FOUR = ("hsdp",)
+SLOW_FIRST = {"factory": "tests.faulty:model", "kwargs": {"kind": "slow_first", "rank": 1, "step": 1}}
+LLAMA = {"factory": None, "config": "examples/llama-2m"}
+CLEAN: tuple[tuple[str, dict[str, object], dict[str, object]], ...] = (
+    *((strategy, SLOW_FIRST, {}) for strategy in STRATEGIES),
+    *((strategy, LLAMA, {}) for strategy in ("fsdp+tp2", "ddp+pp2", "ddp+cp2")),
+    *((strategy, {}, {"compile": True}) for strategy in ("ddp", "fsdp")),
+)
+"""Strategies, models and options of clean runs."""
 
 
 @dataclass(frozen=True)
@@ -199,20 +207,30 @@ def _watched(
 def clean(steps: int) -> list[dict[str, object]]:
     """Runs without a fault, with evaluations, checkpoints and a first step that is far longer than the others."""
     found = []
-    each = -(-steps // len(STRATEGIES))
-    for strategy in STRATEGIES:
+    each = -(-steps // len(CLEAN))
+    for strategy, model, options in CLEAN:
         with tempfile.TemporaryDirectory() as folder:
-            kwargs = {"kind": "slow_first", "rank": 1, "step": 1}
             config = write_config(
                 Path(folder),
-                model={"factory": "tests.faulty:model", "kwargs": kwargs},
-                parallel={"nproc": 4 if strategy in NEEDS_FOUR else 2, "strategy": strategy},
-                train={"steps": each, "eval_every": 50, "output": f"{folder}/run"},
+                model=model,
+                parallel={"nproc": 4 if strategy in NEEDS_FOUR else 2, "strategy": strategy, **options},
+                train={"steps": each, "eval_every": 50, "log_every": 1, "output": f"{folder}/run"},
                 checkpoint={"every": 50},
             )
             done = shardwise("train", str(config), exit_code=None)
-            alarms = (Path(folder) / "run" / "watch.json").exists()
-        found.append({"strategy": strategy, "steps": each, "exit_code": done.returncode, "alarm": alarms})
+            said = done.stdout + done.stderr
+            alarms = (Path(folder) / "run" / "watch.json").exists() or "no gradient any more" in said
+            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        found.append(
+            {
+                "strategy": strategy,
+                **options,
+                "steps": max((line["step"] for line in lines), default=0),
+                "exit_code": done.returncode,
+                "alarm": alarms,
+            }
+        )
+        print(found[-1], said[-2000:] if alarms or done.returncode else "", flush=True)
     return found
 
 

@@ -32,19 +32,22 @@ class AbortHold:
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = folder / f"rank-{rank}.held"
         self._file.unlink(missing_ok=True)
-        self._main = threading.main_thread().ident
+        self._main, self._pid = threading.main_thread().ident, os.getpid()
         self._set = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]  # torch has loaded it
         self._set.restype, self._set.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        self._handler = _Handler(self._hold)
-        self._before = self._set(ctypes.cast(self._handler, ctypes.c_void_p))
+        self._handler = _Handler(self._hold)  # as long as the process, which may be in it
+        self._mine = ctypes.cast(self._handler, ctypes.c_void_p).value
+        self._before = self._set(self._mine)
 
     def close(self) -> None:
-        """Put the earlier handler back."""
-        self._set(self._before)
+        """Put the earlier handler back, unless somebody has set another one since."""
+        current = self._set(self._before)
+        if current != self._mine:
+            self._set(current)
 
     def _hold(self) -> None:
         with contextlib.suppress(OSError):
-            if threading.get_ident() != self._main:
+            if threading.get_ident() != self._main and os.getpid() == self._pid:  # and not a worker, forked later
                 self._file.touch(0o600)
                 time.sleep(HOLD_S)
         if self._before:
@@ -53,5 +56,9 @@ class AbortHold:
 
 
 def any_held(folder: Path) -> bool:
-    """Return whether a rank is about to be aborted."""
-    return any(folder.glob("rank-*.held"))
+    """Return whether a rank is about to be aborted, and not one that has been aborted by now."""
+    for file in folder.glob("rank-*.held"):
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime < HOLD_S:
+                return True
+    return False

@@ -21,6 +21,8 @@ from shardwise.watch.rank_state import tell_end
 
 END_S = 2.0
 """Time that a rank has to end by itself, before it is killed."""
+LAST_S = 3.0
+"""Time that the monitor waits for the others, once the node's first rank has ended: they may fail, having lost it."""
 
 _POLL_S = 0.1
 
@@ -63,6 +65,9 @@ def main() -> None:
                 print(f"shardwise: {monitor.message}", file=sys.stderr, flush=True)
                 _end(monitor)
                 return
+        deadline = time.monotonic() + LAST_S
+        while not (monitor.see_ended() or monitor.all_ended()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         if text := monitor.ended():
             print(f"shardwise: {text}", file=sys.stderr, flush=True)
     finally:

@@ -105,10 +105,15 @@ class Monitor:
         """Process of each rank."""
         return {beat.rank: beat.pid for beat in self._beats()}
 
-    def see_ended(self) -> None:
+    def see_ended(self) -> bool:
         """Note which ranks are the first to have ended in the middle of a step: a launcher ends the others then."""
         if not self._ended:
             self._ended = tuple(one.rank for one in self._beats() if one.phase not in DONE and has_ended(one.pid))
+        return bool(self._ended)
+
+    def all_ended(self) -> bool:
+        """Return whether every rank has ended, or says so."""
+        return all(one.phase in DONE or has_ended(one.pid) for one in self._beats())
 
     def ended(self) -> str:
         """Which ranks have ended in the middle of a step without a word, and what the kernel says; empty if none."""

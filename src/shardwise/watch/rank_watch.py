@@ -81,7 +81,7 @@ class RankWatch:
             return
         self._watchers.append(self._heartbeat.phase)
         session.at_close.callback(self.close)
-        atexit.register(self.close)
+        atexit.register(self._exit)
         if beside and ranks.local_rank == 0 and ranks.world_size > 1 and sys.platform == "linux":
             watched = Watched(
                 folder, self._report, ranks.local_world_size, ranks.world_size, ranks.rank == 0, run if several else ""
@@ -96,20 +96,27 @@ class RankWatch:
         if self._speaks:
             SlowRank.attach(attribution, say, self._report, uuids)
 
-    def close(self) -> None:
-        """End: this rank's silence means nothing from now on."""
-        atexit.unregister(self.close)
+    def close(self, *, waits: bool = True) -> None:
+        """End: this rank's silence means nothing from now on. A monitor ends by itself; ``waits`` until it has."""
+        atexit.unregister(self._exit)
         if self._heartbeat is not None:
             self._heartbeat.close("failed" if getattr(sys, "last_value", None) is not None else "end")
             if self._heartbeat.phase in self._watchers:
                 self._watchers.remove(self._heartbeat.phase)
         self._close_answers()
         monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            try:
+        if monitor is None:
+            return
+        try:
+            if waits:
                 monitor.communicate(timeout=MONITOR_END_S)
-            except (subprocess.TimeoutExpired, OSError):
-                monitor.kill()
+            elif monitor.stdin is not None:
+                monitor.stdin.close()
+        except (subprocess.TimeoutExpired, OSError):
+            monitor.kill()
+
+    def _exit(self) -> None:
+        self.close(waits=False)  # other ranks may have something to say when they have lost this one
 
     def _close_answers(self) -> None:
         for one in (self._hold, self._responder):
