@@ -1,4 +1,4 @@
-"""A training loop of plain PyTorch with the watchdog beside it; rank 1 comes to harm in step 6, or at the end."""
+"""A training loop of plain PyTorch with the watchdog beside it; a rank (1) comes to harm in step 6, or at the end."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ def main() -> None:
     kind, output = sys.argv[1:3]
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    harmed = dist.get_rank() == 1
+    harmed = dist.get_rank() == (int(sys.argv[3]) if len(sys.argv) > 3 else 1)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     optimizer = torch.optim.AdamW(model.parameters())
     shardwise.watch_loop(model, optimizer, output=output)

@@ -44,6 +44,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "extra": APART,
     "shape": APART,
     "exit": ("ended with exit code 0", "without a word"),
+    "leave": ("ended with exit code 0", "without a word"),
     "kill": ("SIGKILL",),
     "segfault": ("SIGSEGV",),
     "exception": ("came to harm",),
@@ -51,8 +52,11 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "disk": ("No space left on device",),
     "memory": ("out of memory: the kernel killed",),
     "cut": ("a link is cut", "a link to it is cut"),
+    "batch": ("more batches than the others have",),
 }
 """Words of the message, one of which must be there, of each fault."""
+PLAIN = ("batch",)
+"""Faults of a loop of plain PyTorch, as Shardwise's own gives all ranks as many batches."""
 ANYWHERE = ("disk", "cut")
 """Faults of a machine or a link, which any rank may meet."""
 GROUP = Path(f"/sys/fs/cgroup/memory/shardwise-watch-{os.getpid()}")
@@ -92,6 +96,8 @@ def trials(number: int, seed: int) -> list[Trial]:
             strategy, world, launcher = draw.choice(("ddp", "fsdp")), 2, "two hosts"
         if kind in ("disk", "memory"):
             launcher = "local"
+        if kind in PLAIN:
+            strategy, launcher = "ddp", "torchrun"
         found.append(Trial(kind, strategy, world, draw.randrange(world), draw.randrange(4, 10), launcher))
     return found
 
@@ -109,6 +115,8 @@ def run(trial: Trial) -> dict[str, object]:
             train={"steps": 16, "global_batch": 8 if trial.world != 3 else 6, "output": f"{folder}/run"},
             checkpoint={"every": trial.step + 1 if trial.kind == "disk" else 3},
         )
+        if trial.kind in PLAIN:
+            (folder / "run").mkdir()
         if trial.kind == "disk":
             checkpoints = folder / "run" / "checkpoints"
             checkpoints.mkdir(parents=True)
@@ -118,6 +126,7 @@ def run(trial: Trial) -> dict[str, object]:
         ended = time.time()
         reports = [report, *folder.glob("run/watch-*.json")]
         events = [one for file in reports if file.exists() for one in json.loads(file.read_text())["events"]]
+        mark = folder / "run" / "fault" if trial.kind in PLAIN else mark
         at = float(mark.read_text()) if mark.exists() else None
     first = min(events, key=lambda one: float(one["time"]), default=None)
     named = [trial.rank] if first is None else first["ranks"]
@@ -154,7 +163,11 @@ def _run(trial: Trial, folder: Path, config: Path, stack: contextlib.ExitStack) 
         script = f'echo $$ > {GROUP}/cgroup.procs; exec "$@"'
         return _watched([["sh", "-c", script, "sh", *command]], [environment()], folder, until_named=False)
     if trial.launcher == "torchrun":
-        words = [*launch, "--standalone", f"--nproc-per-node={trial.world}", *command[1:]]
+        words = [*launch, "--standalone", f"--nproc-per-node={trial.world}"]
+        if trial.kind in PLAIN:
+            words += ["-m", "tests.plain_loop_faults", trial.kind, str(folder / "run"), str(trial.rank)]
+        else:
+            words += command[1:]
         return _watched([words], [environment()], folder)
     hosts = stack.enter_context(netns.two_hosts())
     port = next(hosts.ports)

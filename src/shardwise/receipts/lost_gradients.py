@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.process_group import gather_largest
 from shardwise.measure import state
 from shardwise.model.read import clean_name
@@ -83,7 +84,8 @@ class LostGradients:
         self._last_s = time.perf_counter() - started
         self.spent_s += self._last_s
         self.checks += 1
-        found = gather_largest(row, session.ranks)
+        with COMM_TIMER.part("control"):
+            found = gather_largest(row, session.ranks)
         lost = [name for name, value in zip(self._names, found, strict=True) if self._is_lost(name, value, step.number)]
         if lost and session.ranks.is_main:
             self._say(lost, step.number)

@@ -21,7 +21,7 @@ from shardwise.watch.rank_state import tell_end
 
 END_S = 2.0
 """Time that a rank has to end by itself, before it is killed."""
-LAST_S = 3.0
+LAST_S = 10.0
 """Time that the monitor waits for the others, once the node's first rank has ended: they may fail, having lost it."""
 
 _POLL_S = 0.1

@@ -67,7 +67,7 @@ def watch_loop(model: nn.Module, optimizer: Any, output: str | Path = ".") -> Wa
     """
     if not dist.is_initialized():
         raise UserError("watch_loop: there is no process group; call it after torch.distributed.init_process_group")
-    last = optimizer[-1] if isinstance(optimizer, list | tuple) and optimizer else optimizer
+    last: Any = optimizer[-1] if isinstance(optimizer, list | tuple) and optimizer else optimizer
     last = getattr(last, "optimizer", last)  # Accelerate's wrapper
     if not hasattr(last, "register_step_post_hook"):
         raise UserError("watch_loop: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
