@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ class Faulty(nn.Module):
     def _exit(self, mine: bool) -> None:
         if mine:
             os._exit(0)
+
+    def _leave(self, mine: bool) -> None:
+        if mine:
+            sys.exit(0)
 
     def _sleep(self, mine: bool) -> None:
         if mine:

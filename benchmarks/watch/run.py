@@ -1,6 +1,7 @@
 """Injects faults into real runs on gloo ranks, and holds the watchdog's verdict and its time against what was injected.
 
-``python benchmarks/watch/run.py --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept.
+``python benchmarks/watch/run.py --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept. A
+part of the faults (``--turns 50 100``) adds to those that are there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import platform
 import random
 import re
@@ -42,6 +44,7 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "extra": APART,
     "shape": APART,
     "exit": ("ended with exit code 0", "without a word"),
+    "leave": ("ended with exit code 0", "without a word"),
     "kill": ("SIGKILL",),
     "segfault": ("SIGSEGV",),
     "exception": ("came to harm",),
@@ -49,15 +52,26 @@ EXPECTED: dict[str, tuple[str, ...]] = {
     "disk": ("No space left on device",),
     "memory": ("out of memory: the kernel killed",),
     "cut": ("a link is cut", "a link to it is cut"),
+    "batch": ("more batches than the others have",),
 }
 """Words of the message, one of which must be there, of each fault."""
+PLAIN = ("batch",)
+"""Faults of a loop of plain PyTorch, as Shardwise's own gives all ranks as many batches."""
 ANYWHERE = ("disk", "cut")
 """Faults of a machine or a link, which any rank may meet."""
-GROUP = Path("/sys/fs/cgroup/memory/shardwise-watch")
+GROUP = Path(f"/sys/fs/cgroup/memory/shardwise-watch-{os.getpid()}")
 MEMORY_LIMIT = 3 << 30
 LIMIT_S = 150.0
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 NEEDS_FOUR = ("hsdp",)
+SLOW_FIRST = {"factory": "tests.faulty:model", "kwargs": {"kind": "slow_first", "rank": 1, "step": 1}}
+LLAMA = {"factory": None, "config": "examples/llama-2m"}
+CLEAN: tuple[tuple[str, dict[str, object], dict[str, object]], ...] = (
+    *((strategy, SLOW_FIRST, {}) for strategy in STRATEGIES),
+    *((strategy, LLAMA, {}) for strategy in ("fsdp+tp2", "ddp+pp2", "ddp+cp2")),
+    *((strategy, {}, {"compile": True}) for strategy in ("ddp", "fsdp")),
+)
+"""Strategies, models and options of clean runs."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,8 @@ def trials(number: int, seed: int) -> list[Trial]:
             strategy, world, launcher = draw.choice(("ddp", "fsdp")), 2, "two hosts"
         if kind in ("disk", "memory"):
             launcher = "local"
+        if kind in PLAIN:
+            strategy, launcher = "ddp", "torchrun"
         found.append(Trial(kind, strategy, world, draw.randrange(world), draw.randrange(4, 10), launcher))
     return found
 
@@ -99,6 +115,8 @@ def run(trial: Trial) -> dict[str, object]:
             train={"steps": 16, "global_batch": 8 if trial.world != 3 else 6, "output": f"{folder}/run"},
             checkpoint={"every": trial.step + 1 if trial.kind == "disk" else 3},
         )
+        if trial.kind in PLAIN:
+            (folder / "run").mkdir()
         if trial.kind == "disk":
             checkpoints = folder / "run" / "checkpoints"
             checkpoints.mkdir(parents=True)
@@ -108,6 +126,7 @@ def run(trial: Trial) -> dict[str, object]:
         ended = time.time()
         reports = [report, *folder.glob("run/watch-*.json")]
         events = [one for file in reports if file.exists() for one in json.loads(file.read_text())["events"]]
+        mark = folder / "run" / "fault" if trial.kind in PLAIN else mark
         at = float(mark.read_text()) if mark.exists() else None
     first = min(events, key=lambda one: float(one["time"]), default=None)
     named = [trial.rank] if first is None else first["ranks"]
@@ -144,7 +163,11 @@ def _run(trial: Trial, folder: Path, config: Path, stack: contextlib.ExitStack) 
         script = f'echo $$ > {GROUP}/cgroup.procs; exec "$@"'
         return _watched([["sh", "-c", script, "sh", *command]], [environment()], folder, until_named=False)
     if trial.launcher == "torchrun":
-        words = [*launch, "--standalone", f"--nproc-per-node={trial.world}", *command[1:]]
+        words = [*launch, "--standalone", f"--nproc-per-node={trial.world}"]
+        if trial.kind in PLAIN:
+            words += ["-m", "tests.plain_loop_faults", trial.kind, str(folder / "run"), str(trial.rank)]
+        else:
+            words += command[1:]
         return _watched([words], [environment()], folder)
     hosts = stack.enter_context(netns.two_hosts())
     port = next(hosts.ports)
@@ -197,20 +220,30 @@ def _watched(
 def clean(steps: int) -> list[dict[str, object]]:
     """Runs without a fault, with evaluations, checkpoints and a first step that is far longer than the others."""
     found = []
-    each = -(-steps // len(STRATEGIES))
-    for strategy in STRATEGIES:
+    each = -(-steps // len(CLEAN))
+    for strategy, model, options in CLEAN:
         with tempfile.TemporaryDirectory() as folder:
-            kwargs = {"kind": "slow_first", "rank": 1, "step": 1}
             config = write_config(
                 Path(folder),
-                model={"factory": "tests.faulty:model", "kwargs": kwargs},
-                parallel={"nproc": 4 if strategy in NEEDS_FOUR else 2, "strategy": strategy},
-                train={"steps": each, "eval_every": 50, "output": f"{folder}/run"},
+                model=model,
+                parallel={"nproc": 4 if strategy in NEEDS_FOUR else 2, "strategy": strategy, **options},
+                train={"steps": each, "eval_every": 50, "log_every": 1, "output": f"{folder}/run"},
                 checkpoint={"every": 50},
             )
             done = shardwise("train", str(config), exit_code=None)
-            alarms = (Path(folder) / "run" / "watch.json").exists()
-        found.append({"strategy": strategy, "steps": each, "exit_code": done.returncode, "alarm": alarms})
+            said = done.stdout + done.stderr
+            alarms = (Path(folder) / "run" / "watch.json").exists() or "no gradient any more" in said
+            lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        found.append(
+            {
+                "strategy": strategy,
+                **options,
+                "steps": max((line["step"] for line in lines), default=0),
+                "exit_code": done.returncode,
+                "alarm": alarms,
+            }
+        )
+        print(found[-1], said[-2000:] if alarms or done.returncode else "", flush=True)
     return found
 
 
@@ -220,40 +253,38 @@ def main() -> None:
     options.add_argument("--faults", type=int, default=200)
     options.add_argument("--clean-steps", type=int, default=2000)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--turns", type=int, nargs=2, default=(0, 1 << 30), help="only these of the faults: from, to")
     options.add_argument("--kinds", nargs="*", default=list(EXPECTED), help="only these faults")
     given = options.parse_args()
-    results = []
+    given.output.mkdir(parents=True, exist_ok=True)
+    kept = given.output / "results.json"
+    results = json.loads(kept.read_text())["results"] if given.turns[0] and kept.exists() else []
     with mock.patch.object(monitor, "RECOVER_S", 1.0):  # after the verdict, which is what is timed
-        for number, trial in enumerate(trials(given.faults, given.seed)):
+        for number, trial in list(enumerate(trials(given.faults, given.seed)))[slice(*given.turns)]:
             if trial.kind not in given.kinds:
                 continue
             results.append(run(trial))
             one = results[-1]
-            print(
-                number,
-                trial,
-                one["right_rank"],
-                one["right_reason"],
-                one["seconds_to_verdict"],
-                one["ranks_named"],
-                flush=True,
-            )
-            if one["said"]:
-                print(one["said"], flush=True)
+            said = (one["right_rank"], one["right_reason"], one["seconds_to_verdict"], one["ranks_named"])
+            print(number, trial, *said, one["said"], flush=True)
+            kept.write_text(json.dumps(summary(results), indent=1) + "\n")
+    document = {**summary(results), "clean": clean(given.clean_steps) if given.clean_steps else []}
+    kept.write_text(json.dumps(document, indent=1) + "\n")
+    print({key: value for key, value in document.items() if key != "results"})
+
+
+def summary(results: list[dict[str, object]]) -> dict[str, object]:
+    """How many were right, and how soon."""
     times = [float(str(one["seconds_to_verdict"])) for one in results if one["seconds_to_verdict"] is not None]
-    document = {
+    return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {torch.__version__}, gloo",
         "faults": len(results),
         "right_rank": sum(bool(one["right_rank"]) for one in results),
         "right_reason": sum(bool(one["right_reason"]) for one in results),
-        "seconds_to_verdict": {"median": statistics.median(times), "worst": max(times)},
-        "clean": clean(given.clean_steps),
+        "seconds_to_verdict": {"median": statistics.median(times or [0]), "worst": max(times or [0])},
         "results": results,
     }
-    given.output.mkdir(parents=True, exist_ok=True)
-    (given.output / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    print({key: value for key, value in document.items() if key != "results"})
 
 
 if __name__ == "__main__":

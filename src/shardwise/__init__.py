@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.run.start import start as start
     from shardwise.train.loss import token_loss_sum as token_loss_sum
     from shardwise.train.session import Session as Session
+    from shardwise.watch.watched_loop import watch_loop as watch_loop
 
 _HOMES = {
     "ClusterSpec": "shardwise.hardware.cluster",
@@ -33,6 +34,7 @@ _HOMES = {
     "observe": "shardwise.observation.observer",
     "token_loss_sum": "shardwise.train.loss",
     "start": "shardwise.run.start",
+    "watch_loop": "shardwise.watch.watched_loop",
     "ParallelDims": "shardwise.plan.dims",
     "Plan": "shardwise.plan.plan",
     "ShardwiseError": "shardwise.errors",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,13 +21,14 @@ import torch
 
 from shardwise.measure.step_time.timing import PHASES as PARTS
 from shardwise.watch import monitor
+from shardwise.watch.abort_hold import HOLD_S, any_held
 from shardwise.watch.heartbeat import PHASES, Beat, Heartbeat, ranks_here, read_beat
 from shardwise.watch.monitor import Monitor
 from shardwise.watch.nodes import FRESH_S, Nodes
 from shardwise.watch.rank_facts import RankFacts
-from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, _collectives, ask, tell_end
+from shardwise.watch.rank_state import CollectiveCall, Frame, RankState, Responder, ask, collectives, tell_end
 from shardwise.watch.slow_rank import SlowRank
-from shardwise.watch.verdict import Reason, Verdict, judge
+from shardwise.watch.verdict import Reason, Verdict, judge, went_on
 from tests.cli.configs import ROOT, environment, losses, write_config
 from tests.commands import shardwise
 from tests.slurm import free_ports
@@ -56,7 +58,7 @@ FAULTS = [
     Fault("loader", 1, ("rank 1 waits for its data loader in step 7, phase data",), Reason.LOADER),
     Fault("order", 1, ("ranks wait for each other", "in _order"), Reason.ORDER, ranks=(0, 1)),
     Fault("extra", 2, ("rank 2 in all_reduce(float [3])", "in _extra"), Reason.COLLECTIVES, (2,), 4, "fsdp"),
-    Fault("shape", 1, ("ranks met in different collectives", "rank 0: ", "rank 1: ", "faulty.py")),
+    Fault("shape", 1, ("all_reduce(float [5]) at", "in _shape `dist"), Reason.SHAPES, ranks=(0, 1)),
     Fault("exit", 1, ("rank 1 ended with exit code 0 in the middle of the run",)),
     Fault("segfault", 1, ("rank 1 was killed by SIGSEGV", "it stood at", "in _segfault")),
 ]
@@ -155,6 +157,7 @@ def test_two_nodes_tell_each_other(tmp_path: Path) -> None:
     [
         ("exit", "rank 1 has ended in step 6, phase forward without a word", [1]),  # of which torchrun says nothing
         ("order", "ranks wait for each other", [0, 1]),  # its forward makes groups: not while rank 0 plans alone
+        ("shape", "ranks are in different shapes of one collective", [0, 1]),  # gloo would abort one, and leave no word
     ],
 )
 def test_under_torchrun(tmp_path: Path, kind: str, says: str, ranks: list[int]) -> None:
@@ -218,9 +221,14 @@ def call(number: int, name: str = "all_reduce", size: int = 3, group: str = "0",
 
 
 def facts(
-    rank: int, *calls: CollectiveCall, status: str = psutil.STATUS_SLEEPING, phase: str = "forward", file: str = "u.py"
+    rank: int,
+    *calls: CollectiveCall,
+    status: str = psutil.STATUS_SLEEPING,
+    phase: str = "forward",
+    file: str = "u.py",
+    step: int = 7,
 ) -> RankFacts:
-    beat = Beat(rank, 100 + rank, 7, phase, 0, 0, {})
+    beat = Beat(rank, 100 + rank, step, phase, 0, 0, {})
     return RankFacts(beat, status, False, RankState(rank, (Frame(file, 3, "f", "x"),), calls))
 
 
@@ -257,6 +265,10 @@ def facts(
         ([facts(0, call(5, "recv", peer=True)), facts(1, call(5, "send", size=4, peer=True))], Reason.LINK, (0, 1)),
         ([facts(0, file="x/torch/distributed/pipelining/schedules.py"), facts(1)], Reason.CODE, (1,)),
         ([facts(0, call(5)), facts(1, call(5))], Reason.LINK, (0, 1)),
+        ([facts(0, call(5)), facts(1, call(5, size=4), step=8)], Reason.BATCHES, (1,)),
+        ([facts(0, call(5)), facts(1, call(5)), facts(2, phase="end", status="")], Reason.BATCHES, (0, 1)),
+        ([facts(0, call(5, members=(0, 1))), facts(1), facts(2, phase="end", status="")], Reason.CODE, (1,)),
+        ([facts(0, call(5)), replace(facts(1, phase="end"), state=None)], None, ()),  # not watched any more
         ([facts(0), facts(1)], None, ()),
         ([facts(0, call(5, pending=False)), facts(1, call(4, pending=False))], None, ()),
     ],
@@ -443,7 +455,82 @@ def test_a_save_in_the_background_waits_for_itself_alone() -> None:
     threads = [threading.main_thread().ident, saver.ident, 77]  # the last: one of a backward, which Python has not made
     entries = [{**entry, "collective_seq_id": n, "thread_id": str(thread)} for n, thread in enumerate(threads)]
     with mock.patch("torch._C._distributed_c10d._dump_fr_trace_json", return_value=json.dumps({"entries": entries})):
-        found = _collectives()
+        found = collectives()
     done.set()
     saver.join()
     assert [call.number for call in found] == [0, 2]
+
+
+ABORTED = """
+import ctypes, sys, threading, time
+from pathlib import Path
+from shardwise.watch import abort_hold
+
+abort_hold.HOLD_S = 0.5
+folder, where = Path(sys.argv[1]), sys.argv[2]
+hold = abort_hold.AbortHold(folder, 1)
+if where == "closed":
+    hold.close()
+end = ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"]
+if where == "main":
+    end()
+threading.Thread(target=end).start()
+time.sleep(0.25)
+print(abort_hold.any_held(folder), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("where", "seen"), [("thread", "True"), ("main", ""), ("closed", "")])
+def test_a_thread_that_aborts_waits_first(tmp_path: Path, where: str, seen: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTED, str(tmp_path), where],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == -signal.SIGABRT and done.stdout.strip() == seen
+    assert "terminate called" in done.stderr  # the earlier handler has had its say
+
+
+def test_a_rank_that_was_held_long_ago_hides_nothing(tmp_path: Path) -> None:
+    held = tmp_path / "rank-0.held"
+    held.touch()
+    assert any_held(tmp_path)
+    os.utime(held, (time.time() - HOLD_S - 1,) * 2)
+    assert not any_held(tmp_path)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize(
+    ("kind", "says", "ranks"),
+    [
+        ("batch", "rank 1 is in step 9, and rank 0 in step 8: more batches than the others have", [1]),
+        ("lost", "rank 1 failed in step 9, and rank 0 had ended after step 8: more batches", [1]),
+        ("shape", "ranks are in different shapes of one collective", [0, 1]),
+        ("none", "", []),
+    ],
+)
+def test_beside_a_plain_loop(tmp_path: Path, kind: str, says: str, ranks: list[int]) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.plain_loop_faults", kind, str(tmp_path)],
+        cwd=ROOT,
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        text=True,
+        capture_output=True,
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("shardwise: ")]
+    assert len(said) == bool(says) and says in "".join(said), done.stderr
+    report = tmp_path / "watch.json"
+    found = json.loads(report.read_text())["events"][0]["ranks"] if report.exists() else []
+    assert (found, done.returncode != 0) == (ranks, bool(says))
+
+
+def test_more_batches_than_ranks_that_have_ended() -> None:
+    beats = [facts(0, phase="end").beat, facts(1, phase="failed", step=8).beat]
+    found = went_on(beats)
+    assert found is not None and found.ranks == (1,)
+    assert went_on([facts(0, phase="end").beat, facts(1, phase="failed").beat]) is None  # lost in the same step
+    assert went_on([facts(0, phase="failed").beat, facts(1, phase="failed", step=8).beat]) is None

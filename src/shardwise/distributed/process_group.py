@@ -255,6 +255,15 @@ def _gathered(values: list[int], ranks: Ranks) -> list[list[int]]:
     return torch.stack(rows).tolist()
 
 
+def gather_largest(values: list[int], ranks: Ranks) -> list[int]:
+    """Return the largest of all ranks' integers (0 to 255) at each place; one small collective."""
+    if ranks.control is None:
+        return values
+    largest = torch.tensor(values, dtype=torch.uint8)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.control)
+    return [int(value) for value in largest.tolist()]
+
+
 def gather_text(text: str, ranks: Ranks) -> list[str]:
     """Gather each rank's text, in rank order. Sent as bytes of text, not as objects."""
     if ranks.control is None:

@@ -14,7 +14,7 @@ from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostRecorder, gpu_states, observe
 from shardwise.diagnosis.observed import DeviceState, HostUse, LossSpike, SaveStall
-from shardwise.distributed.process_group import Ranks, gather_ints
+from shardwise.distributed.process_group import gather_ints
 from shardwise.measure.gpu.nvml import GpuSampler
 from shardwise.measure.profiler.profile_steps import StepTrace
 from shardwise.measure.step_flops import FlopsRecorder
@@ -27,6 +27,7 @@ from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder
 from shardwise.receipts.lines.sample_lines import added_rows_line, isolation_line, packed_line
 from shardwise.receipts.lines.training_lines import TrainingLines
+from shardwise.receipts.lost_gradients import LostGradients
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.metrics import logged_losses, logged_spikes
@@ -35,6 +36,7 @@ from shardwise.train.run_interface import RunStart
 from shardwise.train.session import Session
 from shardwise.train.tasks.registry import noun_of, num_outputs, open_data
 from shardwise.train.trackers import Trackers, open_trackers
+from shardwise.watch.devices import device_uuid
 
 
 class RunRecorder:
@@ -59,10 +61,11 @@ class RunRecorder:
         self.host = HostRecorder()
         session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
         self.drift = DriftRecorder.attach(session)
+        self.lost_gradients = LostGradients.attach(session)
         self.attribution = Attribution.attach(session)
         self.attribution.disturbed = self.trace.disturbs
         session.timekeeper = self.attribution
-        self.sampler = GpuSampler(uuids=_own_uuids(ranks)) if ranks.device.type == "cuda" else None
+        self.sampler = GpuSampler(uuids=[device_uuid(ranks.device)]) if ranks.device.type == "cuda" else None
         self.trackers: Trackers | None = None
         self.saves: list[SaveStall] = []
         self._logged = False
@@ -201,9 +204,3 @@ class RunRecorder:
             self.trackers.close()
         if self.sampler is not None:
             self.sampler.stop()
-
-
-def _own_uuids(ranks: Ranks) -> list[str]:
-    import torch
-
-    return [f"GPU-{torch.cuda.get_device_properties(ranks.device).uuid}"]

@@ -65,7 +65,7 @@ def start(
             or DDP's ``static_graph``. A plan has its own.
         device: ``cpu``, ``cuda``, or ``auto``.
         receipts: check effects after the second step, and print the result on rank 0; also check during the run
-            that replicas do not drift apart.
+            that replicas do not drift apart, and that no parameter loses its gradient.
         output: folder for ``metrics.jsonl`` and the report that `Session.report` writes; default: none.
         watch: name the rank that the others wait for, and end ranks that cannot go on with exit code 3, by a process
             beside them (Linux); it needs torch's flight recorder, which is on if no process group exists yet.
@@ -129,11 +129,13 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
     if receipts:
         from shardwise.receipts.drift import DriftRecorder
         from shardwise.receipts.effects import EffectsRecorder
+        from shardwise.receipts.lost_gradients import LostGradients
         from shardwise.report.terminal import print_receipt
 
         effects = EffectsRecorder(on_receipt=print_receipt)
         session.observers.append(effects)
         DriftRecorder.attach(session)
+        LostGradients.attach(session)
     if output is not None:
         from shardwise.run.loop_recorder import LoopRecorder
 

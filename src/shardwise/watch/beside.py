@@ -21,6 +21,8 @@ from shardwise.watch.rank_state import tell_end
 
 END_S = 2.0
 """Time that a rank has to end by itself, before it is killed."""
+LAST_S = 10.0
+"""Time that the monitor waits for the others, once the node's first rank has ended: they may fail, having lost it."""
 
 _POLL_S = 0.1
 
@@ -57,12 +59,15 @@ def main() -> None:
         while not select.select([sys.stdin.buffer], [], [], _POLL_S)[0]:
             monitor.see_ended()
             for line in monitor.check():
-                if watched.speaks or monitor.blames_link:
+                if watched.speaks or monitor.knows_alone:
                     print(f"shardwise: {line}", file=sys.stderr, flush=True)
             if monitor.ends:
                 print(f"shardwise: {monitor.message}", file=sys.stderr, flush=True)
                 _end(monitor)
                 return
+        deadline = time.monotonic() + LAST_S
+        while not (monitor.see_ended() or monitor.all_ended()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         if text := monitor.ended():
             print(f"shardwise: {text}", file=sys.stderr, flush=True)
     finally:

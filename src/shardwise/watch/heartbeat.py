@@ -23,8 +23,10 @@ PHASES = (
     "checkpoint",
     "evaluation",
     "end",
+    "failed",
 )
-"""Phases of `Session.phase`; ``start`` comes before the first, ``end`` after the last."""
+"""Phases of `Session.phase`; ``start`` comes before the first, ``end`` or ``failed`` after the last."""
+DONE = ("end", "failed")
 
 _MAGIC = b"SWB1"
 _HEAD = struct.Struct("<4sIqqqQ")  # magic, process, step, phase, since when (monotonic clock, ns), time of a step (ns)
@@ -82,9 +84,9 @@ class Heartbeat:
         self._phase, self._since = number, now
         self._write()
 
-    def close(self) -> None:
+    def close(self, phase: str = "end") -> None:
         """Record the end; the file stays."""
-        self.phase("end")
+        self.phase(phase)
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

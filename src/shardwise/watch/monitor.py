@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shardwise.units import seconds_text
+from shardwise.watch.abort_hold import any_held
+from shardwise.watch.devices import Devices
 from shardwise.watch.exit_status import OomKills
-from shardwise.watch.heartbeat import Beat, ranks_here, read_beat
+from shardwise.watch.heartbeat import DONE, Beat, ranks_here, read_beat
 from shardwise.watch.nodes import Nodes
 from shardwise.watch.processes import ProcessFacts, has_ended, unanswered_peers
 from shardwise.watch.rank_facts import RankFacts
 from shardwise.watch.rank_state import RankState, ask
-from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge
+from shardwise.watch.verdict import CERTAIN, SLOW, Reason, Verdict, ended, judge, mismatched, went_on
 from shardwise.watch.watch_events import add_event
 
 QUIET_S = 3.0
@@ -59,6 +61,10 @@ class Monitor:
     _moved_at: float = float("-inf")
     _ended: tuple[int, ...] = ()
     _oom_kills: OomKills = field(default_factory=OomKills.now)
+    _devices: Devices = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._devices = Devices(self.folder)
 
     def check(self) -> list[str]:
         """Look at the ranks, at most four times a second, and return lines to print."""
@@ -67,13 +73,17 @@ class Monitor:
             return []
         self._next = now + _POLL_S
         beats = self._beats()
-        moving = [beat for beat in beats if beat.phase != "end"]
+        moving = [beat for beat in beats if beat.phase not in DONE]
         if len(beats) < self.count or not moving:
             return []
         quiet = min(now - beat.since_ns * 1e-9 for beat in moving)
         step = max(beat.step_ns for beat in beats) * 1e-9
+        if any_held(self.folder):
+            self._judge_held(beats, now)
+            return []
         if quiet < QUIET_S + 2 * step:
             self._newest.clear()
+            self._devices.remember()
             if self.nodes is not None:
                 self.nodes.moving([beat.rank for beat in beats])
             return self._recovered(now)
@@ -87,24 +97,29 @@ class Monitor:
         return f"all ranks were ended, as none could go on: {text}\nstacks of all ranks: {self.report}"
 
     @property
-    def blames_link(self) -> bool:
-        """Whether a link is to blame, so that rank 0's node, whose console has the verdict, may be out of reach."""
-        return self.verdict is not None and self.verdict.reason is Reason.LINK
+    def knows_alone(self) -> bool:
+        """Whether rank 0's node, whose console has the verdict, may not know it: its link, or this node's devices."""
+        return self.verdict is not None and self.verdict.reason in (Reason.LINK, Reason.DEVICE)
 
     def pids(self) -> dict[int, int]:
         """Process of each rank."""
         return {beat.rank: beat.pid for beat in self._beats()}
 
-    def see_ended(self) -> None:
+    def see_ended(self) -> bool:
         """Note which ranks are the first to have ended in the middle of a step: a launcher ends the others then."""
         if not self._ended:
-            self._ended = tuple(one.rank for one in self._beats() if one.phase != "end" and has_ended(one.pid))
+            self._ended = tuple(one.rank for one in self._beats() if one.phase not in DONE and has_ended(one.pid))
+        return bool(self._ended)
+
+    def all_ended(self) -> bool:
+        """Return whether every rank has ended, or says so."""
+        return all(one.phase in DONE or has_ended(one.pid) for one in self._beats())
 
     def ended(self) -> str:
         """Which ranks have ended in the middle of a step without a word, and what the kernel says; empty if none."""
         self.see_ended()
         facts = self._facts([beat for beat in self._beats() if beat.rank in self._ended], 0.0, answers={})
-        found = ended(facts)
+        found = went_on(self._beats()) or ended(facts)
         if found is None:
             return ""
         killed = OomKills.now()
@@ -125,6 +140,21 @@ class Monitor:
         add_event(self.report, {"recovered_after_s": now - self._named_at})
         return lines
 
+    def _judge_held(self, beats: list[Beat], now: float) -> None:
+        """End ranks that have met in different collectives, for which native code is about to abort one of them."""
+        self._next = now + _LOOKS_S[0]
+        facts = self._facts(beats, now)
+        if self.nodes is not None:
+            facts += self.nodes.still(facts)[0]
+        found = mismatched(facts)
+        if found is not None:
+            self._name(found, 0.0, facts, now)
+            self.ends = True
+
+    def _name(self, found: Verdict, quiet: float, facts: list[RankFacts], now: float) -> None:
+        self.verdict, self._named_at = found, now
+        add_event(self.report, {**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
+
     def _look(self, beats: list[Beat], quiet: float, now: float) -> list[str]:
         facts = self._facts(beats, now)
         silent: list[int] | None = []
@@ -134,7 +164,7 @@ class Monitor:
         quiet = self._quiet(facts, quiet, now)
         if quiet < QUIET_S + 2 * max(beat.step_ns for beat in beats) * 1e-9:
             return self._recovered(now)
-        found = judge(facts, silent)
+        found = self._lost_device() or judge(facts, silent)
         if found is None or not self._believes(found, facts, quiet):
             self._seen = None
             return []
@@ -144,14 +174,18 @@ class Monitor:
             return []
         lines = []
         if self.verdict is None or (self.verdict.reason, self.verdict.ranks) != key:
-            self.verdict, self._named_at = found, now
-            add_event(self.report, {**asdict(found), "quiet_s": quiet, "all_ranks": [asdict(one) for one in facts]})
+            self._name(found, quiet, facts, now)
             lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
         working = any(one.works for one in facts if one.rank in found.ranks)
         between = any(one.beat.phase in _BETWEEN for one in facts if one.rank in found.ranks)
         patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW or between else 1.0)
         self.ends = found.reason in CERTAIN or now - self._named_at > patience
         return [] if self.ends else lines
+
+    def _lost_device(self) -> Verdict | None:
+        lost = self._devices.lost()
+        text = "; ".join(f"rank {rank}'s {why}" for rank, why in lost.items())
+        return Verdict(Reason.DEVICE, tuple(lost), text) if lost else None
 
     def _quiet(self, facts: list[RankFacts], quiet: float, now: float) -> float:
         """Return how long no rank has begun a collective either: an evaluation's batches are one phase."""

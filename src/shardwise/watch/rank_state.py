@@ -158,7 +158,7 @@ class Responder:
         return RankState(
             rank=self._rank,
             stack=tuple(Frame(one.filename, one.lineno or 0, one.name, one.line or "") for one in stack),
-            collectives=_collectives(),
+            collectives=collectives(),
             cuda="torch.cuda" in sys.modules and sys.modules["torch.cuda"].is_initialized(),
         )
 
@@ -204,7 +204,7 @@ def _key_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.key"
 
 
-def _collectives() -> tuple[CollectiveCall, ...]:
+def collectives() -> tuple[CollectiveCall, ...]:
     """Last collectives of this process; empty where torch's flight recorder is off or not there."""
     library = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(library, "_dump_fr_trace_json", None)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.measure.gpu.nvml import NvmlSource
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import NAMES, PHASES, WAIT_PHASES
 from shardwise.units import seconds_text
+from shardwise.watch.devices import held_down
 from shardwise.watch.watch_events import add_event
 
 WAITED = 0.5
@@ -27,11 +30,14 @@ _WORK = tuple(part for part in PHASES if part not in (*WAIT_PHASES, "slowest_ran
 class SlowRank:
     """Rank 0's judge of each step's times. ``say`` prints a line; ``report`` keeps what it says.
 
-    A pipeline's stages wait for each other by design: nothing is said of them.
+    ``uuids`` are those of the GPUs of this node's ranks, the first ones, which ``source`` knows. A pipeline's stages
+    wait for each other by design: nothing is said of them.
     """
 
     say: Callable[[str], None]
     report: Path
+    uuids: Sequence[str] = ()
+    source: NvmlSource | None = None
     _seen: int = 0
     _fine: int = 0
     _rank: int | None = None
@@ -40,9 +46,11 @@ class SlowRank:
     _sums: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
-    def attach(cls, attribution: Attribution, say: Callable[[str], None], report: Path) -> None:
+    def attach(
+        cls, attribution: Attribution, say: Callable[[str], None], report: Path, uuids: Sequence[str] = ()
+    ) -> None:
         """Judge the steps that ``attribution`` measures."""
-        attribution.on_step_times = cls(say, report).judge
+        attribution.on_step_times = cls(say, report, uuids).judge
 
     def judge(self, late: int | None, seconds: Sequence[dict[str, float]]) -> None:
         """Take a step: the rank that was late, if any, and each rank's seconds of each part."""
@@ -86,5 +94,15 @@ class SlowRank:
             f"{seconds_text(step)}; {NAMES[part]} takes it {seconds_text(means[rank][part])}, and them "
             f"{seconds_text(means[rank][part] - more[part])}"
         )
+        clock = self._clock(rank)
+        reason, text = ("clock throttled", f"{text}; {clock}") if clock else ("slow rank", text)
         self.say(text)
-        add_event(self.report, {"reason": "slow rank", "ranks": [rank], "text": text, "seconds": means})
+        add_event(self.report, {"reason": reason, "ranks": [rank], "text": text, "seconds": means})
+
+    def _clock(self, rank: int) -> str:
+        """Why the clock of the rank's GPU is held down; empty if it is not, or unknown."""
+        if rank >= len(self.uuids):
+            return ""
+        with contextlib.suppress(Exception):  # a run must not fail for this
+            return held_down(self.uuids[rank], (self.source or NvmlSource()).brief())
+        return ""

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from shardwise.units import listed
+from shardwise.watch.heartbeat import DONE, Beat
 from shardwise.watch.lines import telling_line
 from shardwise.watch.processes import GONE
 from shardwise.watch.rank_facts import RankFacts
@@ -30,15 +31,17 @@ class Reason(StrEnum):
     GONE = "gone"
     COLLECTIVES = "different collectives"
     SHAPES = "different shapes"
+    BATCHES = "more batches"
     ORDER = "collectives in another order"
     LOADER = "data loader"
     DISK = "disk"
     CODE = "not joined"
     NATIVE = "native code"
     LINK = "link"
+    DEVICE = "device lost"
 
 
-CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.ORDER, Reason.GONE)
+CERTAIN = (Reason.COLLECTIVES, Reason.SHAPES, Reason.BATCHES, Reason.ORDER, Reason.GONE, Reason.DEVICE)
 """Reasons that no waiting can end."""
 SLOW = (Reason.LOADER, Reason.DISK)
 """Reasons that may take long, and end by themselves."""
@@ -59,7 +62,7 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
     ``facts`` are of ranks that do not move; ``silent`` are the other ranks of the run, of nodes that say nothing,
     or ``None`` if nothing is known of other nodes.
     """
-    for test in (_gone, _stopped, _mismatched, _awaited, _piped):
+    for test in (_gone, _left, _stopped, mismatched, _awaited, _piped):
         found = test(facts)
         if found is not None:
             return found
@@ -70,7 +73,7 @@ def judge(facts: Sequence[RankFacts], silent: Sequence[int] | None = ()) -> Verd
 
 def ended(facts: Sequence[RankFacts]) -> Verdict | None:
     """Ranks whose process is gone, though they have not said that they end."""
-    gone = [one for one in facts if one.status in GONE and one.beat.phase != "end"]
+    gone = [one for one in facts if one.status in GONE and one.beat.phase not in DONE]
     if not gone:
         return None
     pids = listed([str(one.beat.pid) for one in gone])
@@ -79,6 +82,20 @@ def ended(facts: Sequence[RankFacts]) -> Verdict | None:
         Reason.GONE,
         _ranks(gone),
         f"{_who(gone)} {_verb(gone, 'has')} ended in {_phase(gone[0])} without a word ({process} {pids})",
+    )
+
+
+def went_on(beats: Sequence[Beat]) -> Verdict | None:
+    """Ranks that failed in a step that no rank without a failure has come to: the others had ended, and were lost."""
+    failed, done = [[one for one in beats if one.phase == phase] for phase in ("failed", "end")]
+    if not failed or not done or min(one.step for one in failed) <= (last := max(one.step for one in done)):
+        return None
+    ranks, others = [[one.rank for one in some] for some in (failed, done)]
+    return Verdict(
+        Reason.BATCHES,
+        tuple(ranks),
+        f"{_named(ranks)} failed in step {failed[0].step}, and {_named(others)} had ended after step {last}: more "
+        "batches than the others have",
     )
 
 
@@ -104,7 +121,7 @@ def _stopped(facts: Sequence[RankFacts]) -> Verdict | None:
     )
 
 
-def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
+def mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
     """Ranks in one place of a group's sequence with different collectives, or different shapes of one.
 
     Where all ranks have come through, the difference did no harm: a last batch may be smaller on one of them.
@@ -125,12 +142,50 @@ def _mismatched(facts: Sequence[RankFacts]) -> Verdict | None:
             names = {call.name for call in calls.values()}
             by_rank = {one.rank: one for one in facts}
             lines = [f"rank {rank} in {calls[rank].call} {_where(by_rank[rank])}" for rank in _few(calls, odd)]
-            return Verdict(
+            reason, ahead = (
                 Reason.SHAPES if len(names) == 1 else Reason.COLLECTIVES,
+                _ahead([by_rank[n] for n in calls]),
+            )
+            found = Verdict(
+                reason,
                 tuple(blamed),
                 f"ranks are in different {'shapes of one collective' if len(names) == 1 else 'collectives'} (number "
                 f"{number} of {_group(group, calls.values())}): {'; '.join(lines)}",
             )
+            return replace(ahead, text=f"{found.text}; {ahead.text}") if ahead is not None else found
+    return None
+
+
+def _ahead(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks in a later step than the others, which have come to the end of their batches."""
+    last = max(one.beat.step for one in facts)
+    ahead, others = [one for one in facts if one.beat.step == last], [one for one in facts if one.beat.step < last]
+    if not others:
+        return None
+    return Verdict(
+        Reason.BATCHES,
+        _ranks(ahead),
+        f"{_who(ahead)} {_verb(ahead, 'is')} in step {last}, and {_who(others)} in step {others[0].beat.step}: more "
+        "batches than the others have, or a collective left out",
+    )
+
+
+def _left(facts: Sequence[RankFacts]) -> Verdict | None:
+    """Ranks that have ended their loop, and are waited for: they had fewer batches."""
+    left = [one for one in facts if one.status in GONE and one.beat.phase == "end"]
+    for one in facts:
+        call = _pending(one.state)
+        if call is None or not (missing := _missing(call, left, set())):
+            continue
+        gone = [other for other in left if other.rank in missing]
+        others = [other for other in facts if other not in left]
+        return Verdict(
+            Reason.BATCHES,
+            _ranks(others),
+            f"{_who(gone)} {_verb(gone, 'has')} ended after step {gone[0].beat.step}, and {_who(others)} "
+            f"{_verb(others, 'waits')} for {_them(gone)} in step {one.beat.step} in {call.call} {_where(one)}: more "
+            "batches than the others have",
+        )
     return None
 
 
@@ -144,6 +199,8 @@ def _awaited(facts: Sequence[RankFacts]) -> Verdict | None:
     for rank in sorted(waits_for, key=lambda rank: calls[rank].created_ns):
         awaited = _reached(rank, waits_for)
         if absent := sorted(awaited - set(calls)):
+            if any(by_rank[other].beat.phase == "end" for other in absent):
+                return None  # it is not watched any more, and may take its time
             one = by_rank[absent[0]]
             waiting = [by_rank[other] for other in sorted(waits_for) if _reached(other, waits_for) & set(absent)]
             first = next(other for other in waiting if waits_for[other.rank] & set(absent))
