@@ -178,20 +178,10 @@ class LoopTrace:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients; those of a closure after it has run, within the step."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._see_gradients()
-            self._stepping = True
-            return None
+        return before_update(args, kwargs, self._see_gradients, self._set_stepping)
 
-        def observed() -> Any:
-            self._stepping = False
-            result = closure()
-            self._see_gradients()
-            self._stepping = True
-            return result
-
-        return args[:1], {**kwargs, "closure": observed}
+    def _set_stepping(self, stepping: bool) -> None:
+        self._stepping = stepping
 
     def _see_gradients(self) -> None:
         if self._recorder is None:
@@ -209,6 +199,26 @@ class LoopTrace:
     def norm_step(self) -> float | None:
         """Norm of this rank's gradients just before the step."""
         return _total(list(self.norms.values()))
+
+
+def before_update(
+    args: Any, kwargs: Any, act: Callable[[], None], stepping: Callable[[bool], None] = lambda _: None
+) -> Any:
+    """Call ``act`` when a step has its gradients: now, or after its closure; for an optimizer's pre-hook to return."""
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        act()
+        stepping(True)
+        return None
+
+    def observed() -> Any:
+        stepping(False)
+        result = closure()
+        act()
+        stepping(True)
+        return result
+
+    return args[:1], {**kwargs, "closure": observed}
 
 
 def gradient_norms(root: nn.Module) -> dict[int, float]:

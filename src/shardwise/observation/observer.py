@@ -50,7 +50,7 @@ class LoopObserver:
         self.receipt: Receipt | None = None
         self.expected = expected
         root, wrapper = innermost(model)
-        self._ranks = _control()
+        self._ranks = control_group()
         self._tied = tied_groups(root)
         self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
         self._on_receipt, self._on_difference = on_receipt, on_difference
@@ -200,15 +200,16 @@ def observe(
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
-    return LoopObserver(model, optimizers, expected, on_receipt or _print, on_difference)
+    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference)
 
 
-def _print(receipt: Receipt) -> None:
+def print_after_output(receipt: Receipt) -> None:
+    """Print a receipt after what the loop printed."""
     sys.stdout.flush()
     print_receipt(receipt)
 
 
-def _control() -> Ranks | None:
+def control_group() -> Ranks | None:
     """Create a group for messages about the loop; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
