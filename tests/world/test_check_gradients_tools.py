@@ -1,4 +1,4 @@
-"""Gradients of transformers' Trainer and TRL's SFTTrainer on two ranks: ``num_items_in_batch`` and what goes past it."""
+"""Gradients of Trainer and SFTTrainer on two ranks: ``num_items_in_batch``, and what goes past it."""
 
 from __future__ import annotations
 

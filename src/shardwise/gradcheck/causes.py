@@ -19,6 +19,7 @@ from shardwise.plan.plan import Plan
 NEARLY_ALL = 0.9  # of the elements that have a gradient
 SAME = 1e-4  # tolerance for equal factors
 MOST_PARAMETERS = 3  # reported row by row
+UNEVEN = "micro batches are not weighted by their tokens"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def explain(
     shared = _shared_factor(rest, reference)
     if shared is not None:
         return (*lines, f"gradients are {name_factor(shared, setting.plan)}")
-    unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, tolerance)
+    unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, noise / 100 if noise else tolerance)
     lines += unsummed
     by_factor = all(d.factor is not None for d in rest)  # equal weights carry no information about tokens
     if rest and contributions and tokens and not by_factor:
@@ -361,15 +362,26 @@ def _name_weights(
         return (
             "each micro batch is averaged over its own tokens (a mean of means), where the tokens of the global batch "
             f"({total}) are to be divided by: right only where all have the same number"
+            + _scaled([weight[key] * tokens[key] for key in weight], total, within)
         )
     if _constant([weight[key] * own[key[0]] for key in weight], within):
         return (
             "each rank divides by its own tokens "
             f"({', '.join(str(own[rank]) for rank in ranks)}) where the tokens of the global batch ({total}) are to be "
             "divided by: right only where all ranks have the same number"
+            + _scaled([weight[key] * own[key[0]] for key in weight], total * len(weight) / len(ranks), within)
         )
     shown = ", ".join(f"rank {r} micro batch {m}: {w:.3g} ×" for (r, m), w in list(weight.items())[:6])
-    return f"micro batches are not weighted by their tokens: {shown}"
+    return f"{UNEVEN}: {shown}"
+
+
+def _scaled(shares: Sequence[float], total: float, within: float) -> str:
+    """Return the factor of all shares, which should sum to ``total``; empty where there is none."""
+    factor = sum(shares) / total
+    if abs(factor - 1) <= within:
+        return ""
+    size = f"{factor:.4g} × too large" if factor > 1 else f"{1 / factor:.4g} × too small" if factor > 0 else "negative"
+    return f"; beside that, the gradient is {size}"
 
 
 def _constant(numbers: Sequence[float], within: float) -> bool:

@@ -87,6 +87,8 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         self.setup_optimizers(trainer)
         self._check_optimizers()
         module, optimizer = self.lightning_module, self.optimizers[0]
+        for group in optimizer.param_groups:
+            group.pop("initial_lr", None)  # of schedulers, which go on with the optimizer that is returned
         self._session = start(
             self._plan,
             grad_accum=trainer.accumulate_grad_batches,
@@ -97,8 +99,8 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         self.model, prepared = self._session.prepare(module, optimizer, sample)
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = prepared
-        for group, old in zip(prepared.param_groups, optimizer.param_groups, strict=True):
-            group.setdefault("initial_lr", old.get("initial_lr", group["lr"]))
+        for group in prepared.param_groups:
+            group.setdefault("initial_lr", group["lr"])
         self.optimizers = [prepared]
         self._windows = self._session.run_windows(self._window_sizes(trainer), count=len)
         self.setup_precision_plugin()

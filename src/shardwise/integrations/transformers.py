@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sized
 from typing import Any, get_args
 
+import torch
 import transformers
 
 from shardwise.errors import UserError
@@ -120,10 +121,13 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         def mean(model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             return _alone(trainer).compute_loss(model, inputs)
 
+        def items(inputs: Any, *_: Any, **__: Any) -> Any:
+            return _alone(trainer)._get_num_items_in_batch([inputs], torch.device("cpu"))
+
         self._check = GradientCheck(
             trainer.model_wrapped,
             torch_optimizers(kwargs["optimizer"]),
-            Closures(called, mean, live=live),
+            Closures(called, mean, items, live),
             step=self._step,
             scaler=getattr(trainer.accelerator, "scaler", None),
             on_difference=self._on_difference,

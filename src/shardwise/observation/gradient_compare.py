@@ -147,7 +147,7 @@ def reasons(
         listed = differences(list(reference), list(reference.values()), list(views.values()), facts)
         listed = [d.model_copy(update={"error": worst[i][0]}) for d, i in zip(listed, chosen, strict=True)]
         named = {key: _split(vector, reference) for key, vector in zip(keys, vectors, strict=True)}
-        tokens = {(rank, micro): facts.items[rank][micro] for rank, micro in keys}
+        tokens = {(rank, micro): _count(facts.items[rank][micro]) for rank, micro in keys}
         lines = explain(
             reference,
             views,
@@ -161,6 +161,10 @@ def reasons(
         )
         text = json.dumps([line for line in lines if total])
     return list(json.loads(text if ranks is None else broadcast_text(text, ranks)))
+
+
+def _count(items: float) -> float:
+    return int(items) if items == int(items) else items
 
 
 def _elements(gradient: torch.Tensor | None) -> int:

@@ -20,6 +20,7 @@ _AROUND = ("module", "_forward_module", "_orig_mod")  # of DDP, Fabric and torch
 _TOOLS = ("torch.", "accelerate.", "lightning.", "pytorch_lightning.", "deepspeed.", "shardwise.")  # their hooks shard
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PATCHED = ("_original_forward", "_old_forward", "_hf_hook")  # of accelerate, which replaces `forward`
+_COMPOSABLE = "__composable_api"  # state of `fully_shard`, `replicate` and `checkpoint`
 
 Memo = dict[int, Any]
 
@@ -108,7 +109,7 @@ def _fill(live: nn.Module, made: nn.Module, memo: Memo) -> None:
         {
             name: _copied(value, name, memo)
             for name, value in live.__dict__.items()
-            if name not in _PATCHED and not (patched and name == "forward")
+            if name not in _PATCHED and not name.startswith(_COMPOSABLE) and not (patched and name == "forward")
         }
     )
     if "_compiled_call_impl" in made.__dict__:
@@ -128,7 +129,10 @@ def _copied(value: Any, name: str, memo: Memo) -> Any:
         return type(value)()  # the copy is never saved
     if name in _HOOKS:
         value = type(value)((key, hook) for key, hook in value.items() if not _is_of_a_tool(hook))
-    return copy.deepcopy(value, memo)
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise TypeError(f"attribute {name} of the model cannot be copied: {error}") from error
 
 
 def _is_of_a_tool(hook: Any) -> bool:

@@ -19,7 +19,7 @@ from shardwise.observation.plain_copy import Memo
 
 Kind = Literal["mean", "sum", "neither", "assumed"]
 Gradient = list[torch.Tensor | None]
-LABELS, ROWS, STATED = "labels that cross_entropy counts", "rows", "items, as stated"
+LABELS, ROWS, STATED = "labels that cross_entropy counts", "rows", "items"
 _ADDITIVE = 1e-5  # relative difference of a loss from those of its rows; many losses are computed in float32
 _MOST_ROWS = 64
 
@@ -59,14 +59,20 @@ class WindowReplay:
         self.loss_error = 0.0
 
     def kind(self) -> Kind:
-        """Return how the loss of a micro batch is made of those of its rows, from the first one with several."""
-        batch = next((one for one in self._batches if 1 < rows_of(one) <= _MOST_ROWS), None)
-        if batch is None or any(part.training for _, part in random_modules(self._live)):
+        """Return how the losses of micro batches are made of those of their rows; where rows count, of all of them."""
+        batches = [one for one in self._batches if 1 < rows_of(one) <= _MOST_ROWS]
+        if not batches or any(part.training for _, part in random_modules(self._live)):
             return "assumed"
+        found = self._kind_of(batches[0])
+        if self.source != ROWS:
+            return found
+        return found if all(self._kind_of(batch) == found for batch in batches[1:]) else "neither"
+
+    def _kind_of(self, batch: MicroBatch) -> Kind:
         rows = rows_of(batch)
         with torch.no_grad(), _one_process(self._live):
-            full, counted = self._mean_loss(batch)
             parts = [self._mean_loss(batch, row_of(number, rows)) for number in range(rows)]
+            full, counted = self._mean_loss(batch)
         parts = [(loss, count) for loss, count in parts if count]
         total, size = sum(count for _, count in parts), abs(float(full))
         if not parts or abs(total - counted) > 1e-6 * max(1.0, counted):
@@ -115,17 +121,25 @@ class WindowReplay:
         return 0.0 if found != found and live != live else abs(found - live) / max(abs(live), 1e-12)
 
     def _mean_loss(self, batch: MicroBatch, rows: Callable[[Any], Any] | None = None) -> tuple[torch.Tensor, float]:
-        counter, items = CountedLabels(), self._closures.items
+        counter = CountedLabels()
         with counter:
             loss = self._loss(self._closures.mean, batch, rows)
-        if items is not None:
-            args, kwargs = on_tensors((batch.args, batch.kwargs), rows or (lambda one: one))
-            rest = [one for one in args if id(one) not in self._memo]
+        stated = self._stated(batch, rows)
+        if stated is not None:
             self.source = STATED
-            return loss, float(items(*rest, **{k: one for k, one in kwargs.items() if id(one) not in self._memo}))
+            return loss, stated
         counts = set(counter.counts)
         self.source = LABELS if len(counts) == 1 else ROWS
         return loss, counts.pop() if len(counts) == 1 else float(1 if rows else rows_of(batch))
+
+    def _stated(self, batch: MicroBatch, rows: Callable[[Any], Any] | None) -> float | None:
+        """Return what the user's own function counts; ``None`` where there is none, or it does not know."""
+        if self._closures.items is None:
+            return None
+        args, kwargs = on_tensors((batch.args, batch.kwargs), rows or (lambda one: one))
+        rest = [one for one in args if id(one) not in self._memo]
+        found = self._closures.items(*rest, **{k: one for k, one in kwargs.items() if id(one) not in self._memo})
+        return None if found is None else float(found)
 
     def _loss(
         self, closure: Callable[..., Any], batch: MicroBatch, rows: Callable[[Any], Any] | None = None
