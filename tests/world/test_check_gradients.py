@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,7 @@ import shardwise
 from shardwise.receipts.receipt import Receipt
 from tests.models import VOCAB, decoder
 from tests.world.test_observe import Noisy, sharded
-from tests.worlds import run_each
+from tests.worlds import run_each, run_world
 
 IGNORED = -100
 
@@ -348,3 +349,100 @@ def test_every_fault_is_named() -> None:
     for (name, (_, cause)), (first, second) in zip(FAULTS.items(), found, strict=True):
         assert first == second, name
         assert any(cause in line for line in first), f"{name}: {first}"
+
+
+# what checking does not do
+
+
+def trained(*, checked: bool, fsdp: bool) -> list[torch.Tensor]:
+    """Gradients of each step, weights, buffers and random numbers after three steps of two micro batches."""
+    torch.manual_seed(0)
+    inner: Any = nn.Sequential(Noisy().double())
+    model = sharded_root(inner) if fsdp else DDP(inner)
+    torch.manual_seed(100 + dist.get_rank())
+    optimizer, kept = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    loss: Any = mean_loss
+    if checked:
+        loss = shardwise.check_gradients(model, optimizer, mean_loss, step=2, on_report=lambda _: None)
+    for seed in range(3):
+        for batch in batches(2, ragged=True, seed=seed):
+            loss(model, batch).backward()
+        kept += [local(p.grad).clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not checked or loss.report is not None
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not optimizer._optimizer_step_pre_hooks
+    return [*kept, *(local(t.detach()).clone() for t in [*model.parameters(), *model.buffers()]), torch.get_rng_state()]
+
+
+def sharded_root(model: nn.Module) -> Any:
+    return fully_shard(model)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def same_bits(*, fsdp: bool) -> tuple[bool, int]:
+    alone, checked = trained(checked=False, fsdp=fsdp), trained(checked=True, fsdp=fsdp)
+    return len(alone) == len(checked) and all(map(torch.equal, alone, checked)), len(alone)
+
+
+def raises() -> str:
+    with pytest.raises(shardwise.ShardwiseError) as caught:
+        of_ddp(accum=3, ragged=True, on_difference="error")
+    return str(caught.value)
+
+
+def not_comparable() -> list[str]:
+    """What cannot be replayed is unknown, with the reason; nothing is said to be wrong."""
+    model = DDP(decoder())
+    own = torch.Generator().manual_seed(0)
+
+    def live(unused: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return mean_loss(model, batch)
+
+    def random(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return mean_loss(model, batch) * (1 + float(torch.rand(1, generator=own)))
+
+    def coupled(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["ids"]).flatten(1).std(0).mean()
+
+    reports = [train(model, loss) for loss in (live, random, coupled)]
+    assert all(line.ok is not False for report in reports for line in report.lines)
+    return [next(line.found for line in report.lines if line.name == "gradient") for report in reports]
+
+
+def ends() -> tuple[list[tuple[bool, int]], str, list[str]]:
+    return [same_bits(fsdp=fsdp) for fsdp in (False, True)], raises(), not_comparable()
+
+
+def test_bits_stay_and_what_cannot_be_replayed_is_unknown() -> None:
+    for bits, raised, (live, random, coupled) in run_world(ends, 2, timeout_s=170):
+        assert [same for same, _ in bits] == [True, True]
+        assert all(number > 15 for _, number in bits)
+        assert "a mean of means" in raised
+        assert "calls the model that trains" in live
+        assert "the replay has another loss" in random
+        assert "neither the mean nor the sum" in coupled
+
+
+def test_impossible_settings_are_named_together() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(shardwise.ShardwiseError) as caught:
+        shardwise.check_gradients(model, object(), mean_loss, step=0, clip_norm=-1, on_difference="stop")
+    for part in ("on_difference = 'stop'", "step = 0", "clip_norm = -1", "optimizer has no step hooks"):
+        assert part in str(caught.value)
+
+
+def test_one_process_is_checked_too() -> None:
+    """Without ranks: accumulation that is not divided."""
+    model, found = decoder(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = shardwise.check_gradients(model, optimizer, mean_loss, on_report=found.append)
+    ids = torch.randint(VOCAB, (3, 2, 9), generator=torch.Generator().manual_seed(0))
+    for row in ids:
+        loss(model, {"ids": row[:, :-1], "labels": row[:, 1:]}).backward()
+    optimizer.step()
+    assert any("3 × too large: accumulation 3" in line for line in text_of(found[0]))

@@ -283,3 +283,39 @@ def test_lightning_and_fabric() -> None:
         assert not ranks[0][0]
         assert ranks[0][1] >= 10
     assert fault[0][0].keys() == FSDP_LINES
+
+
+def of_deepspeed(stage: int, accum: int, expect: str) -> tuple[Lines, int]:
+    from shardwise.parallel.engines.deepspeed_available import import_deepspeed
+
+    model = decoder().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accum,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.1,
+    }
+    engine, optimizer, *_ = import_deepspeed().initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    found: list[Receipt] = []
+    with shardwise.observe(engine, optimizer, expect, grad_accum=accum, on_receipt=found.append) as observer:
+        for inputs, labels in batches(3 * accum):
+            engine.backward(loss_of(engine(inputs), labels))
+            engine.step()
+    assert observer.receipt is not None
+    assert "step" not in vars(engine.optimizer)
+    return wrong(observer.receipt), judged(observer.receipt)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed() -> None:
+    clean = [(0, 1, "ddp"), (1, 2, "deepspeed-zero1"), (2, 1, "deepspeed-zero2"), (3, 2, "deepspeed-zero3")]
+    found = run_each(of_deepspeed, 2, [*clean, (1, 1, "deepspeed-zero3")], timeout_s=170)
+    assert all(first == second for first, second in found)
+    *right, fault = [first for first, _ in found]
+    assert [lines for lines, _ in right] == [{}] * len(clean)
+    assert all(number >= 7 for _, number in right)
+    assert fault[0].keys() == {"wrapper", "parameters"}

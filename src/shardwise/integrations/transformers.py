@@ -53,6 +53,9 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if getattr(args, "torch_compile", False):  # the Trainer hides the compiled model around the one that it gives
             _LOG.warning("ReceiptCallback: no receipt, as torch_compile=True compiles the model with its hooks")
             return
+        if any(is_deepspeed(one) for one in torch_optimizers(kwargs["optimizer"])):
+            _LOG.warning("ReceiptCallback: no receipt, as the Trainer gives its callbacks no DeepSpeed engine")
+            return
         expected = expectation_of(args if self._expect is None else self._expect, {})
         loader = kwargs.get("train_dataloader")
         batches = len(loader) if isinstance(loader, Sized) else None

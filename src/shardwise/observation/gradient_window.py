@@ -235,7 +235,7 @@ class GradientWindow:
         planned = f"mean over {total:.10g} {replay.source}"
         if facts.kind == "neither" or not comparable:
             why = "the loss of a micro batch is neither the mean nor the sum of its rows: give items="
-            text = f"unknown: {why}" if facts.kind == "neither" else "unknown: the replay has another loss"
+            text = f"unknown: {why}" if comparable else "unknown: the replay has another loss"
             yield Line(name="gradient", planned=planned, found=text, ok=None)
             return
         norm = sum(float((g * g).sum()) for g in expected if g is not None) ** 0.5

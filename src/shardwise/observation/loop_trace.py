@@ -167,8 +167,9 @@ class LoopTrace:
             self._running.pop()
 
     def _has_gradient(self) -> bool:
-        """Return whether a gradient of this step exists; FSDP2 keeps unreduced ones elsewhere."""
+        """Return whether a gradient of this step exists; FSDP2 and engines keep unreduced ones elsewhere."""
         kept = any(hasattr(part, "_get_fsdp_state") for part in self.root.modules())
+        kept = kept or not all(isinstance(one, Optimizer) for one in self.optimizers)
         return kept or any(p.grad is not None for p in self.root.parameters())
 
     def _forget(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.distributed.process_group import Ranks, drain_at_exit, gather_ints, gather_text, join, leave
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
+from shardwise.observation.engine_steps import EngineSteps
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
@@ -192,11 +193,12 @@ def observe(
         "tied": tuple(tuple(group) for group in tied) or None,
     }
     expected = expectation_of(expect, stated)
-    optimizers = torch_optimizers(optimizer)
-    if any(is_deepspeed(part) for part in (model, *optimizers)):
+    optimizers: list[Any] = torch_optimizers(optimizer)
+    if is_deepspeed(model) and hasattr(model, "zero_optimization_stage"):
+        optimizers, model = [EngineSteps(model)], model.module  # type: ignore[assignment]
+    elif any(is_deepspeed(part) for part in (model, *optimizers)):
         raise UserError(
-            "observe: the loop runs DeepSpeed's engine, which keeps gradients and state in buffers that cannot be "
-            "judged here; shardwise.start('deepspeed-zero2') trains with DeepSpeed and judges it"
+            "observe: the optimizer is DeepSpeed's; give the engine that deepspeed.initialize returned as model"
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
