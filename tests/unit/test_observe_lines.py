@@ -272,7 +272,7 @@ def test_mistakes_have_one_message() -> None:
     with pytest.raises(UserError, match="no step hooks"):
         shardwise.observe(model, object())
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
-    with pytest.raises(UserError, match="give the engine that deepspeed.initialize returned"):
+    with pytest.raises(UserError, match=r"give the engine that deepspeed.initialize returned"):
         shardwise.observe(engine, optimizer)
     with pytest.raises(UserError, match="use report or error"):
         shardwise.observe(model, optimizer, on_difference="raise")  # type: ignore[arg-type]
