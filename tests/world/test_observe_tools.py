@@ -245,7 +245,7 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
     """Lightning's Trainer runs forward and backward in a closure of the optimizer's step."""
     import lightning
 
-    from shardwise.integrations.lightning import ReceiptCallback
+    from shardwise.integrations.lightning import LightningReceiptCallback
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -258,7 +258,7 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    callback = ReceiptCallback(expect=None if expect == "ddp" else expect, on_receipt=lambda _: None)
+    callback = LightningReceiptCallback(expect=None if expect == "ddp" else expect, on_receipt=lambda _: None)
     ids = torch.randint(VOCAB, (64, 8), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

@@ -1,4 +1,4 @@
-"""`ReceiptCallback` and `ShardwiseStrategy` for Lightning's Trainer."""
+"""`LightningReceiptCallback` and `ShardwiseStrategy` for Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.observation.observer import LoopObserver, OnDifference, observe
 from shardwise.receipts.receipt import Receipt
 
 
-class ReceiptCallback(lightning.Callback):  # type: ignore[misc]
+class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
     """Callback that compares the first two optimizer steps with the Trainer's settings, and prints the receipt.
 
     Args:
@@ -31,7 +31,7 @@ class ReceiptCallback(lightning.Callback):  # type: ignore[misc]
         on_receipt: Callable[[Receipt], None] | None = None,
     ) -> None:
         if on_difference not in get_args(OnDifference):
-            raise UserError(f"ReceiptCallback: on_difference = {on_difference!r}: use report or error")
+            raise UserError(f"LightningReceiptCallback: on_difference = {on_difference!r}: use report or error")
         self._on_difference, self._expect, self._on_receipt = on_difference, expect, on_receipt
         self._observer: LoopObserver | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,7 +94,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
             self._plan,
             grad_accum=trainer.accumulate_grad_batches,
             device=self.root_device.type,
-            **{"receipts": False, **self._options},
+            **self._options,
         )
         sample = getattr(module, "example_input_array", None)
         self.model, prepared = self._session.prepare(module, optimizer, sample)
@@ -143,7 +144,9 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
             assert self._windows is not None
             self._step = next(self._windows)
             self._micros = iter(self._step)
-        next(self._micros)
+        micro, step = next(self._micros), self._step
+        given = args[0] if args else kwargs
+        step.micros[step.micro - 1] = dataclasses.replace(micro, inputs=given)  # for the receipt of samples
         return self._redirected("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
