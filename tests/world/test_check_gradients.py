@@ -166,7 +166,7 @@ def recompute() -> Receipt:
     return train(DDP(inner))
 
 
-def scaled_fp16() -> Receipt:
+def scaled_fp16(*, stated: bool = True) -> Receipt:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     model = DDP(decoder().float())
 
@@ -175,7 +175,7 @@ def scaled_fp16() -> Receipt:
             p.grad /= scaler.get_scale()
         clip(model)()
 
-    return train(model, take=scaler.scale, before_step=unscale, scaler=scaler)
+    return train(model, take=scaler.scale, before_step=unscale, scaler=scaler if stated else None)
 
 
 def as_dict(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -409,7 +409,7 @@ def not_comparable() -> list[str]:
     def coupled(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["ids"]).flatten(1).std(0).mean()
 
-    reports = [train(model, loss) for loss in (live, random, coupled)]
+    reports = [train(model, loss) for loss in (live, random, coupled)] + [scaled_fp16(stated=False)]
     assert all(line.ok is not False for report in reports for line in report.lines)
     return [next(line.found for line in report.lines if line.name == "gradient") for report in reports]
 
@@ -419,13 +419,14 @@ def ends() -> tuple[list[tuple[bool, int]], str, list[str]]:
 
 
 def test_bits_stay_and_what_cannot_be_replayed_is_unknown() -> None:
-    for bits, raised, (live, random, coupled) in run_world(ends, 2, timeout_s=170):
+    for bits, raised, (live, random, coupled, scaled) in run_world(ends, 2, timeout_s=170):
         assert [same for same, _ in bits] == [True, True]
         assert all(number > 15 for _, number in bits)
         assert "a mean of means" in raised
         assert "calls the model that trains" in live
         assert "the replay has another loss" in random
         assert "neither the mean nor the sum" in coupled
+        assert "give scaler=" in scaled
 
 
 def test_impossible_settings_are_named_together() -> None:

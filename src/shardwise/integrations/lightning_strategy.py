@@ -38,6 +38,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "shardwise"
+    optimizers: list[Any]
 
     def __init__(self, strategy: str = "fsdp", **options: Any) -> None:
         super().__init__()

@@ -120,8 +120,9 @@ def _engine_state(optimizers: Sequence[Any]) -> int | None:
 
 
 def _wrapper_of(trace: LoopTrace) -> str:
-    if isinstance(trace.optimizers[-1], EngineSteps):
-        return trace.optimizers[-1].wrapper
+    last: Any = trace.optimizers[-1]
+    if isinstance(last, EngineSteps):
+        return last.wrapper
     if isinstance(trace.wrapper, DistributedDataParallel):
         return "DDP"
     parts = list(trace.root.modules())

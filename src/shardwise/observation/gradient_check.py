@@ -114,6 +114,7 @@ class GradientCheck:
     def _on_backward(self, batch: MicroBatch, gradient: torch.Tensor) -> None:
         if not self._records:
             return
+        batch.weight = gradient.detach().clone()
         if not any(one is batch for one in self._batches):
             self._batches.append(batch)
         engine = torch.autograd.Variable._execution_engine

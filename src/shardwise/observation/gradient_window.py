@@ -38,6 +38,7 @@ from shardwise.units import bytes_text, counted
 
 _COPIES = 4  # of the parameters in float64: the copy, its gradient, the sum, a view of the loop's
 _PATIENCE_S = 300.0
+_SCALED = 500.0  # no loop multiplies its loss by that, and a gradient scaler begins far above
 _KINDS: tuple[Kind, ...] = ("neither", "sum", "mean", "assumed")
 _ORDER = ("float64", "float32", "float16", "bfloat16")
 Raw = Mapping[int, torch.Tensor]
@@ -258,15 +259,24 @@ class GradientWindow:
         else:
             number = sum(not one <= facts.tolerance for one, _ in worst)
             named = reasons(names, aim, found, worst, facts, replay, self.ranks) or ["by no known fault"]
-            unclear = replay.source == ROWS and any(reason.startswith(UNEVEN) for reason in named)
-            text = (
-                f"{number} of {len(names)} parameters differ" + ": rows may not be what counts, give items=" * unclear
-            )
+            doubt = self._doubt(replay, named)
+            unclear = bool(doubt)
+            text = f"{number} of {len(names)} parameters differ{doubt}"
             yield Line(name="gradient", planned=planned, found=text, ok=None if unclear else False)
             for reason in named:
                 yield Line(name="because", planned="", found=reason, ok=None if unclear else False)
         if raw is not None:
             yield self._between_line(raw, stepped)
+
+    def _doubt(self, replay: WindowReplay, named: Sequence[str]) -> str:
+        """Return what the user has to state before a difference is an error; empty where nothing is missing."""
+        weights = [abs(float(batch.weight)) for batch in self.batches if batch.weight is not None]
+        scaled = self.scale == 1.0 and bool(weights) and min(weights) >= _SCALED
+        uneven = replay.source == ROWS and any(reason.startswith(UNEVEN) for reason in named)
+        rows = self._gather([int(scaled), int(uneven)])
+        if any(row[0] for row in rows):
+            return ": the loop multiplies its losses by a large number, give scaler="
+        return ": rows may not be what counts, give items=" if any(row[1] for row in rows) else ""
 
     def _errors(
         self, names: Sequence[str], expected: Gradient, found: Gradient, facts: WindowFacts
