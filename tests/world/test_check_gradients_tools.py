@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.world.test_observe_tools import arguments, fresh, llama, rows, word_tokenizer
+from tests.models import VOCAB, decoder
+from tests.world.test_observe_tools import arguments, elastic, fresh, llama, rows, word_tokenizer
 from tests.worlds import run_each
 
 
@@ -81,6 +82,50 @@ def test_trainer() -> None:
         assert ("right" in text and not wrong) if not cause else any(cause in line for line in wrong), (
             f"{case}: {first}"
         )
+
+
+def of_lightning(accum: int, clip: float | None) -> tuple[str, list[str]]:
+    import lightning
+
+    from shardwise.integrations.lightning import LightningGradientCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = decoder()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    ids = torch.randint(VOCAB, (32, 8), generator=torch.Generator().manual_seed(0))
+    labels = ids[:, 1:].clone()
+    if accum > 1:
+        for number, row in enumerate(labels):
+            row[1 + number % 6 :] = -100
+    data = torch.utils.data.TensorDataset(ids[:, :-1], labels)
+    callback = LightningGradientCallback(step=2, on_report=lambda _: None)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_steps": 3, "accumulate_grad_batches": accum, "gradient_clip_val": clip, "strategy": "ddp"}
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, callbacks=[callback], plugins=[elastic()], **quiet, **options
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+    assert callback.report is not None
+    assert "training_step" not in vars(module)
+    return gradient_lines(callback.report)
+
+
+def test_lightning() -> None:
+    """Its loss is a mean of means where micro batches count different numbers of labels."""
+    (right, _), (ragged, _) = run_each(of_lightning, 2, [(1, 0.1), (2, None)], timeout_s=170)
+    assert "right" in right[0], right
+    assert any("a mean of means" in line for line in ragged[1]), ragged
 
 
 def of_sft() -> tuple[str, list[str]]:

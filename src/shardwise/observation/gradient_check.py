@@ -61,7 +61,8 @@ class GradientCheck:
         self._batches: list[MicroBatch] = []
         self._raw: dict[int, torch.Tensor] = {}
         self._scale, self._calls, self._records, self._to_come = 1.0, 0, True, step - 1
-        self._hook = optimizers[-1].register_step_pre_hook(self._before_step)
+        last = optimizers[-1]
+        self._hooks = [last.register_step_pre_hook(self._before_step), last.register_step_post_hook(self._after_step)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss, and record the micro batch while the window lasts."""
@@ -94,7 +95,8 @@ class GradientCheck:
         if not self._records:
             return
         self._records, self._batches, self._raw = False, [], {}
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         if self._ranks is not None:
             leave(self._ranks)
 
@@ -133,10 +135,10 @@ class GradientCheck:
         self._scale = float(scale()) if scale is not None else 1.0
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._to_come:
-            self._to_come -= 1
-            return None
-        return before_update(args, kwargs, self._judge) if self._records else None
+        return before_update(args, kwargs, self._judge) if self._records and not self._to_come else None
+
+    def _after_step(self, *_: Any) -> None:
+        self._to_come = max(0, self._to_come - 1)  # only now: a step's closure computes its window inside of it
 
     def _judge(self) -> None:
         if not self._records:
