@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,20 @@ def bf16(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
 
 
+def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The weight is computed by a hook or a parametrization, from others and from buffers that each forward changes."""
+    inner = decoder()
+    kind(inner.head)
+    kind(inner.blocks[0].up)
+    return inner
+
+
+def older_weight_norm(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(module)
+
+
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -244,6 +259,10 @@ RIGHT: dict[str, Callable[[], Receipt]] = {
     "ddp, dropout": dropout,
     "ddp, batch norm": functools.partial(of_ddp, make=lambda: Noisy().double(), accum=2),
     "ddp, recompute": recompute,
+    "ddp, spectral norm": functools.partial(
+        of_ddp, make=lambda: normed(torch.nn.utils.parametrizations.spectral_norm), accum=2
+    ),
+    "ddp, weight norm by hooks": functools.partial(of_ddp, make=lambda: normed(older_weight_norm)),
     "ddp, scaler": scaled_fp16,
     "ddp, a dict": functools.partial(of_ddp, as_dict, take=lambda found: found["loss"]),
     "ddp, two forwards": functools.partial(of_ddp, twice, take=lambda found: found[0]),

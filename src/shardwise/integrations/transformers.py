@@ -113,6 +113,9 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         """Begin to record the losses of the prepared model."""
         self._detach()
         trainer = self._trainer
+        if getattr(args, "torch_compile", False):
+            _LOG.warning("GradientCallback: no report, as torch_compile=True compiles the model with its hooks")
+            return
         if is_deepspeed(trainer.model_wrapped):
             _LOG.warning("GradientCallback: no report, as DeepSpeed keeps gradients in buffers of its own")
             return

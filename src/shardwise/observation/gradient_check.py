@@ -21,7 +21,7 @@ from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.observation.collect import innermost, is_deepspeed, torch_optimizers
 from shardwise.observation.gradient_window import GradientWindow
 from shardwise.observation.loop_trace import before_update
-from shardwise.observation.micro_batches import MicroBatch, kept, loss_of, on_tensors
+from shardwise.observation.micro_batches import MicroBatch, kept, kept_buffers, loss_of, on_tensors
 from shardwise.observation.observer import OnDifference, control_group, print_after_output
 from shardwise.observation.plain_copy import layers_around
 from shardwise.observation.window_replay import Closures
@@ -78,7 +78,9 @@ class GradientCheck:
             self.detach()
             return self._live(*args, **kwargs)
         stored, named = on_tensors((args, kwargs), kept)
-        batch = MicroBatch(stored, named, torch.get_rng_state())
+        with _disable_current_modes(), torch.no_grad():
+            buffers = kept_buffers(self._root)
+        batch = MicroBatch(stored, named, torch.get_rng_state(), buffers)
         recorder = CollectiveRecorder(lambda: "forward")
         with recorder:
             result = self._live(*args, **kwargs)

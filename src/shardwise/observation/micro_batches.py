@@ -12,19 +12,26 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.observation.plain_copy import Memo
+from shardwise.observation.plain_copy import Memo, whole
 
 _MEAN, _SUM = 1, 2  # of aten's reductions
 _CROSS_ENTROPIES = ("nll_loss_forward", "nll_loss2d_forward")
 
 
+_MOST_BYTES = 64 * 2**20  # of buffers that are kept for each micro batch
+
+
 @dataclass
 class MicroBatch:
-    """Call of the closure. ``weight`` is the gradient that the loop's backward gave the loss; ``None`` without one."""
+    """Call of the closure. ``weight`` is the gradient that the loop's backward gave the loss; ``None`` without one.
+
+    ``buffers`` are the model's before the call, by id: spectral norm and moving averages change them in a forward.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: torch.Tensor
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     dtypes: set[str] = field(default_factory=set)
@@ -84,6 +91,14 @@ def on_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 def kept(one: Any) -> Any:
     """Return a copy of a tensor on the CPU, as the loop may write into it; a module is kept itself."""
     return one.detach().to("cpu", copy=True) if isinstance(one, torch.Tensor) else one
+
+
+def kept_buffers(root: nn.Module) -> dict[int, torch.Tensor]:
+    """Return copies of the buffers; none where they are large, as masks are, which no forward changes."""
+    buffers = [b for b in root.buffers() if b.layout == torch.strided and b.device.type != "meta"]
+    if sum(b.numel() * b.element_size() for b in buffers) > _MOST_BYTES:
+        return {}
+    return {id(b): whole(b) for b in buffers}
 
 
 def in_copy(memo: Memo) -> Callable[[Any], Any]:

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 
 _INNER = ("_fsdp_wrapped_module", "_orig_mod")  # of FSDP1 and torch.compile: the module that they wrap
 _AROUND = ("module", "_forward_module", "_orig_mod")  # of DDP, Fabric and torch.compile
-_TOOLS = ("torch.", "accelerate.", "lightning.", "pytorch_lightning.", "deepspeed.", "shardwise.")  # their hooks shard
+_TOOLS = (
+    "torch.distributed.",
+    "torch._dynamo.",
+    "accelerate.",
+    "lightning.",
+    "pytorch_lightning.",
+    "deepspeed.",
+    "shardwise.",
+)  # their hooks shard
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PATCHED = ("_original_forward", "_old_forward", "_hf_hook")  # of accelerate, which replaces `forward`
 _COMPOSABLE = "__composable_api"  # state of `fully_shard`, `replicate` and `checkpoint`

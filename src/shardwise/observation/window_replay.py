@@ -147,6 +147,10 @@ class WindowReplay:
         given = (batch.args, batch.kwargs) if rows is None else on_tensors((batch.args, batch.kwargs), rows)
         args, kwargs = on_tensors(given, in_copy(self._memo))
         torch.set_rng_state(batch.random)
+        with torch.no_grad():
+            for live, value in batch.buffers.items():
+                if live in self._memo:  # else a forward has put another in its place
+                    self._memo[live].copy_(value)
         loss = loss_of(closure(*args, **kwargs))
         if loss is None:
             raise TypeError("compute_loss returned no scalar loss in the replay")
