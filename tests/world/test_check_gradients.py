@@ -68,6 +68,7 @@ def train(
     after_backward: Callable[[], Any] = lambda: None,
     before_step: Callable[[], Any] = lambda: None,
     take: Callable[[Any], torch.Tensor] = lambda found: found,
+    clears: bool = True,
     **options: Any,
 ) -> Receipt:
     """Train as people do: one changed line; ``weight`` is what the loop multiplies each loss by."""
@@ -83,7 +84,8 @@ def train(
             after_backward()
         before_step()
         optimizer.step()
-        optimizer.zero_grad()
+        if clears:
+            optimizer.zero_grad()
     assert compute_loss.report is not None
     assert [compute_loss.report] * (dist.get_rank() == 0) == found
     return compute_loss.report
@@ -355,6 +357,7 @@ FAULTS: dict[str, tuple[Callable[[], Receipt], str]] = {
         "the gradient of head.weight is not averaged over dp",
     ),
     "cleared between": (cleared_between, "what accumulates before the last one is lost"),
+    "never cleared": (functools.partial(of_ddp, clears=False, step=2), "zero_grad is missing"),
     "other weights": (other_weights, "weights across ranks: 1 of"),
 }
 

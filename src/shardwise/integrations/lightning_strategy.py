@@ -48,7 +48,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
                 f"ShardwiseStrategy('{strategy}'): pp, cp, lora and DeepSpeed do not run in Lightning's loop, which "
                 "gives one micro batch at a time; use ddp, zero1, zero2, fsdp or hsdp, with +tp, or shardwise.start"
             )
-        self._plan, self._options = strategy, options
+        self.shardwise_plan, self._options = strategy, options
         self._session: Session | None = None
         self._windows: Iterator[Step] | None = None
         self._step: Step | None = None
@@ -92,7 +92,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         for group in optimizer.param_groups:
             group.pop("initial_lr", None)  # of schedulers, which go on with the optimizer that is returned
         self._session = start(
-            self._plan,
+            self.shardwise_plan,
             grad_accum=trainer.accumulate_grad_batches,
             device=self.root_device.type,
             **self._options,
@@ -113,7 +113,7 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         problems = []
         if precision not in ("32-true", "32", "64-true"):
             problems.append(
-                f"Trainer(precision='{precision}'): use ShardwiseStrategy('{self._plan}', precision='bf16')"
+                f"Trainer(precision='{precision}'): use ShardwiseStrategy('{self.shardwise_plan}', precision='bf16')"
             )
         if not module.automatic_optimization:
             problems.append("automatic_optimization = False: the session steps the optimizer itself; leave it True")

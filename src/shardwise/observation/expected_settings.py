@@ -12,6 +12,7 @@ from shardwise.environment import accelerate_fsdp
 from shardwise.errors import UserError
 from shardwise.observation.expectation import Expectation, of_strategy
 from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _FSDP1 = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hsdp", "NO_SHARD": "ddp"}
@@ -112,7 +113,10 @@ def of_training_arguments(arguments: Any) -> Expectation:
 def of_lightning(strategy: Any, precision: str) -> Expectation:
     """Return what a strategy of Lightning or Fabric asks for; its name alone where its user shards by hand."""
     kinds = {base.__name__ for base in type(strategy).__mro__}
-    if "FSDPStrategy" in kinds:
+    own = getattr(strategy, "shardwise_plan", None)
+    if own is not None:
+        found = Expectation() if parse_strategy(own).splits_model else of_strategy(own)
+    elif "FSDPStrategy" in kinds:
         word = getattr(strategy.sharding_strategy, "name", str(strategy.sharding_strategy))
         found = of_fsdp1(word, bool(getattr(strategy.cpu_offload, "offload_params", False)))
     else:

@@ -20,7 +20,7 @@ from shardwise.measure import state
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.observation.collect import innermost, is_deepspeed, torch_optimizers
 from shardwise.observation.gradient_window import GradientWindow
-from shardwise.observation.loop_trace import before_update
+from shardwise.observation.loop_trace import before_update, remove_hooks
 from shardwise.observation.micro_batches import MicroBatch, kept, kept_buffers, loss_of, on_tensors
 from shardwise.observation.observer import OnDifference, control_group, print_after_output
 from shardwise.observation.plain_copy import layers_around
@@ -60,6 +60,7 @@ class GradientCheck:
         self._ranks = control_group()
         self._batches: list[MicroBatch] = []
         self._raw: dict[int, torch.Tensor] = {}
+        self._leftover = False
         self._scale, self._calls, self._records, self._to_come = 1.0, 0, True, step - 1
         last = optimizers[-1]
         self._hooks = [last.register_step_pre_hook(self._before_step), last.register_step_post_hook(self._after_step)]
@@ -94,11 +95,13 @@ class GradientCheck:
 
     def detach(self) -> None:
         """Stop recording, and forget what was recorded."""
+        self._end(None)
+
+    def _end(self, running: Any) -> None:
         if not self._records:
             return
         self._records, self._batches, self._raw = False, [], {}
-        for hook in self._hooks:
-            hook.remove()
+        remove_hooks(self._hooks, self._root, running)
         if self._ranks is not None:
             leave(self._ranks)
 
@@ -119,6 +122,10 @@ class GradientCheck:
         if not self._records:
             return
         batch.weight = gradient.detach().clone()
+        if not self._batches:
+            left = [state.local(p.grad) for p in self._root.parameters() if p.grad is not None]
+            with _disable_current_modes():
+                self._leftover = any(bool(one.count_nonzero()) for one in left)
         if not any(one is batch for one in self._batches):
             self._batches.append(batch)
         engine = torch.autograd.Variable._execution_engine
@@ -152,6 +159,7 @@ class GradientCheck:
             batches=self._batches,
             raw=self._raw,
             scale=self._scale,
+            leftover=self._leftover,
             clip_norm=self._clip_norm,
             aliases=layers_around(self._model, self._root),
             absent=self._absent,
@@ -163,7 +171,7 @@ class GradientCheck:
         except Exception as error:  # of the loop's own parts; it goes on
             _LOG.warning(f"check_gradients: no report: {type(error).__name__}: {error}")
         finally:
-            self.detach()
+            self._end(self._hooks[0])
         if self.report is None:
             return
         if not dist.is_initialized() or dist.get_rank() == 0:

@@ -38,6 +38,7 @@ from shardwise.units import bytes_text, counted
 
 _COPIES = 4  # of the parameters in float64: the copy, its gradient, the sum, a view of the loop's
 _PATIENCE_S = 300.0
+_LEFTOVER = "the first backward found gradients of before it: zero_grad is missing, or another loss has set them"
 _SCALED = 500.0  # no loop multiplies its loss by that, and a gradient scaler begins far above
 _KINDS: tuple[Kind, ...] = ("neither", "sum", "mean", "assumed")
 _ORDER = ("float64", "float32", "float16", "bfloat16")
@@ -59,6 +60,7 @@ class GradientWindow:
         batches: micro batches whose backward ran.
         raw: local gradients after the last backward, by the id of the parameter.
         scale: factor of the loop's gradient scaler.
+        leftover: whether the first backward found gradients of before it.
         clip_norm: norm that a loop clips to, which reduces gradients by itself.
         aliases: wrappers around the live model.
         absent: objects that the copy of the model does not refer to.
@@ -70,6 +72,7 @@ class GradientWindow:
     batches: Sequence[MicroBatch]
     raw: Raw
     scale: float
+    leftover: bool
     clip_norm: float | None
     aliases: tuple[nn.Module, ...]
     absent: tuple[object, ...]
@@ -259,6 +262,8 @@ class GradientWindow:
         else:
             number = sum(not one <= facts.tolerance for one, _ in worst)
             named = reasons(names, aim, found, worst, facts, replay, self.ranks) or ["by no known fault"]
+            if any(row[0] for row in self._gather([int(self.leftover)])):
+                named = [_LEFTOVER]
             doubt = self._doubt(replay, named)
             unclear = bool(doubt)
             text = f"{number} of {len(names)} parameters differ{doubt}"

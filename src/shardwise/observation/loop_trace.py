@@ -83,10 +83,9 @@ class LoopTrace:
         self._recording = True
         self.samples = []
 
-    def stop(self) -> None:
-        """Remove every hook and the recorder; the records stay."""
-        for hook in self._hooks:
-            hook.remove()
+    def stop(self, running: Any = None) -> None:
+        """Remove every hook and the recorder; the records stay. ``running`` is the optimizer's hook that calls this."""
+        remove_hooks(self._hooks, self.root, running)
         self._hooks = []
         if self._recording:
             _remove_mode(self.recorder)
@@ -200,6 +199,25 @@ class LoopTrace:
     def norm_step(self) -> float | None:
         """Norm of this rank's gradients just before the step."""
         return _total(list(self.norms.values()))
+
+
+def remove_hooks(hooks: Sequence[Any], root: nn.Module, running: Any = None) -> None:
+    """Remove ``hooks``; with the next forward of ``root`` where ``running``, one of an optimizer's, runs before others.
+
+    Optimizers iterate over their hooks themselves, and not over a copy as modules do.
+    """
+    reference = getattr(running, "hooks_dict_ref", None)
+    siblings = None if reference is None else reference()
+    if siblings is None or running.id not in siblings or next(reversed(siblings)) == running.id:
+        for hook in hooks:
+            hook.remove()
+        return
+
+    def remove(*_: Any) -> None:
+        for hook in (*hooks, later):
+            hook.remove()
+
+    later = root.register_forward_pre_hook(remove)
 
 
 def before_update(

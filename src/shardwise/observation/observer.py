@@ -22,7 +22,7 @@ from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
-from shardwise.observation.loop_trace import LoopTrace
+from shardwise.observation.loop_trace import LoopTrace, remove_hooks
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
@@ -71,11 +71,13 @@ class LoopObserver:
 
     def detach(self) -> None:
         """Remove every hook; a loop that had no second step gets no receipt."""
+        self._end(None)
+
+    def _end(self, running: Any) -> None:
         if self._trace is None:
             return
-        self._trace.stop()
-        for hook in self._hooks:
-            hook.remove()
+        self._trace.stop(running)
+        remove_hooks(self._hooks, self._trace.root, running)
         self._trace = None
         if self._ranks is not None:
             leave(self._ranks)
@@ -107,12 +109,12 @@ class LoopObserver:
             trace.training = None
             trace.start()
             return
-        trace.stop()
+        trace.stop(self._hooks[-1])
         try:
             with _disable_current_modes(), torch.no_grad():
                 self.receipt = self._judge(trace)
         finally:
-            self.detach()
+            self._end(self._hooks[-1])
         if self.receipt is None:
             return
         if self._is_main:

@@ -28,7 +28,7 @@ _TOOLS = (
 )  # their hooks shard
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PATCHED = ("_original_forward", "_old_forward", "_hf_hook")  # of accelerate, which replaces `forward`
-_COMPOSABLE = "__composable_api"  # state of `fully_shard`, `replicate` and `checkpoint`
+_COMPOSABLE = ("__composable_api", "_shardwise")  # state of `fully_shard` and `replicate`, and our own
 
 Memo = dict[int, Any]
 
