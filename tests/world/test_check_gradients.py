@@ -345,9 +345,12 @@ FAULTS: dict[str, tuple[Callable[[], Receipt], str]] = {
     ),
     "not divided by accumulation": (
         functools.partial(of_ddp, accum=3, weight=lambda window: 1.0),
-        "3 × too large: accumulation 3",
+        "multiplies each loss by 1, where the mean over 3 micro batches needs 0.3333: gradients are 3 × too large",
     ),
-    "divided twice": (functools.partial(of_ddp, accum=3, weight=lambda window: 1 / 9), "3 × too small: accumulation 3"),
+    "divided twice": (
+        functools.partial(of_ddp, accum=3, weight=lambda window: 1 / 9),
+        "where the mean over 3 micro batches needs 0.3333: gradients are 3 × too small",
+    ),
     "summed over ranks": (functools.partial(by_hand, 1.0), "2 × too large: dp 2"),
     "averaged twice": (functools.partial(by_hand, 4.0), "2 × too small: dp 2"),
     "never synchronised": (never_synchronised, "not averaged over dp"),
@@ -468,4 +471,4 @@ def test_one_process_is_checked_too() -> None:
     for row in ids:
         loss(model, {"ids": row[:, :-1], "labels": row[:, 1:]}).backward()
     optimizer.step()
-    assert any("3 × too large: accumulation 3" in line for line in text_of(found[0]))
+    assert any("needs 0.3333: gradients are 3 × too large" in line for line in text_of(found[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,8 +134,14 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         number = 0
         while True:
             number += 1
-            left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
-            size = int(min(trainer.accumulate_grad_batches, left))
+            left, accum = trainer.num_training_batches, trainer.accumulate_grad_batches
+            left -= trainer.fit_loop.epoch_loop.batch_idx
+            if math.isinf(left) and accum > 1:
+                raise UserError(
+                    f"ShardwiseStrategy: accumulate_grad_batches = {accum}, and the loader has no length, so its last "
+                    "step cannot be told; set limit_train_batches"
+                )
+            size = int(min(accum, left))
             later = [torch.tensor([number, micro, self.session.place.dp]) for micro in range(1, size)]
             yield [(inputs, [0]) for inputs in (self._given, *later)]
 

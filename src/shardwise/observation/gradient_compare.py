@@ -16,8 +16,10 @@ from shardwise.gradcheck.views import all_parts
 from shardwise.observation.window_replay import Gradient, Kind, WindowReplay
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.units import counted
 
 _MOST_ELEMENTS = 8_000_000  # sent to explain a difference
+_SAME_WEIGHT = 1e-3  # relative difference of a factor from the loop's weights
 _SAME_FACTOR = 1e-5  # rounding of a gradient that is scaled in float32
 # (largest relative error of a parameter's gradient, its least size relative to the whole), by the lowest dtype
 TOLERANCES = {"float64": (1e-6, 1e-5), "float32": (1e-3, 1e-2), "bfloat16": (5e-2, 1e-1), "float16": (2e-2, 1e-1)}
@@ -26,10 +28,14 @@ LOSS_TOLERANCES = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16"
 
 @dataclass(frozen=True)
 class WindowFacts:
-    """What all ranks know of the window: micro batches per rank, items per rank, and how exact the loop computes."""
+    """What all ranks know of the window: micro batches and items per rank, and how exact the loop computes.
+
+    ``weights`` are the numbers by which the loop multiplied each loss.
+    """
 
     micro_batches: tuple[int, ...]
     items: tuple[tuple[float, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
     kind: Kind
     dtype: str
     tolerance: float
@@ -159,8 +165,27 @@ def reasons(
             tokens=tokens,  # type: ignore[arg-type]
             noise=facts.noise,
         )
-        text = json.dumps([line for line in lines if total])
+        by_weight = _by_weight(listed, facts)
+        text = json.dumps([by_weight] if by_weight else [line for line in lines if total])
     return list(json.loads(text if ranks is None else broadcast_text(text, ranks)))
+
+
+def _by_weight(listed: Sequence[Difference], facts: WindowFacts) -> str:
+    """Explain one factor of all gradients by the loop's own weights; empty where they are not the reason."""
+    factors = sorted(d.factor for d in listed if d.factor is not None)
+    shares = [weight * len(row) for row in facts.weights for weight in row]
+    if facts.kind != "mean" or not shares or len(factors) < len(listed):
+        return ""
+    factor = factors[len(factors) // 2]
+    within = max(_SAME_WEIGHT, facts.noise) * abs(factor)
+    if any(abs(one - factor) > within for one in (*factors, *shares)):
+        return ""
+    weight, number = facts.weights[0][0], len(facts.weights[0])
+    size = f"{factor:.4g} × too large" if factor > 1 else f"{1 / factor:.4g} × too small"
+    return (
+        f"the loop multiplies each loss by {weight:.4g}, where the mean over {counted(number, 'micro batch')} needs "
+        f"{1 / number:.4g}: gradients are {size}"
+    )
 
 
 def _count(items: float) -> float:

@@ -192,7 +192,8 @@ class GradientWindow:
         total = total_over_ranks(self._together(lambda: replay.run(kind)), shapes, self.ranks)
         dtypes = {dtype for batch in self.batches for dtype in batch.dtypes}
         dtypes |= {str(p.dtype).removeprefix("torch.") for p in self.root.parameters()}
-        document = json.dumps({"items": replay.items, "dtypes": sorted(dtypes & set(_ORDER))})
+        weights = [float(batch.weight) / self.scale for batch in self.batches if batch.weight is not None]
+        document = json.dumps({"items": replay.items, "weights": weights, "dtypes": sorted(dtypes & set(_ORDER))})
         texts = [document] if self.ranks is None else gather_text(document, self.ranks)
         found = [json.loads(text) for text in texts]
         lowest = max((dtype for one in found for dtype in one["dtypes"]), key=_ORDER.index, default="float32")
@@ -201,6 +202,7 @@ class GradientWindow:
         facts = WindowFacts(
             micro_batches=tuple(micro_batches),
             items=items,
+            weights=tuple(tuple(one["weights"]) for one in found),
             kind=kind,
             dtype=lowest,
             tolerance=tolerance,
