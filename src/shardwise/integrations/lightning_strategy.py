@@ -165,6 +165,8 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
         """Call a step by the model's own ``__call__``, whose hooks shard it."""
         if self._session is None:
             return getattr(super(), name)(*args, **kwargs)
+        if self.session.plan.dims.tp > 1 and self.model is self.lightning_module:
+            return getattr(self.lightning_module, name)(*args, **kwargs)  # its own forward is what tp has traced
         return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
