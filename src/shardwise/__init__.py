@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from shardwise.measure.state import Measurement as Measurement
     from shardwise.model.facts import ModelSpec as ModelSpec
     from shardwise.observation.expectation import Expectation as Expectation
+    from shardwise.observation.gradient_check import check_gradients as check_gradients
     from shardwise.observation.observer import observe as observe
+    from shardwise.observation.saved_weights import check_saved as check_saved
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
     from shardwise.plan.workload import Workload as Workload
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from shardwise.watch.watched_loop import watch_loop as watch_loop
 
 _HOMES = {
+    "check_gradients": "shardwise.observation.gradient_check",
+    "check_saved": "shardwise.observation.saved_weights",
     "ClusterSpec": "shardwise.hardware.cluster",
     "Expectation": "shardwise.observation.expectation",
     "Estimate": "shardwise.cost.memory.estimate",

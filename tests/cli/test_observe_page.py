@@ -1,4 +1,4 @@
-"""The page on receipts for any loop: its scripts run as they stand there, and print what stands under them."""
+"""The pages on receipts for other tools: their scripts run as they stand there, and print what stands under them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,35 @@ import shardwise
 from tests.cli import configs
 from tests.cli.test_role_pages import check, sessions
 
-PAGE = (configs.ROOT / "docs" / "observe.md").read_text()
-SCRIPTS = [block for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "import torch" in block]
-SESSIONS = sessions("observe.md")
+SCRIPTS = {
+    "observe.md": ("loop.py", "gradients.py"),
+    "trainer.md": ("trainer.py",),
+    "accelerate.md": ("accelerated.py",),
+    "lightning.md": ("fit.py",),
+    "deepspeed-engine.md": ("engine.py",),
+}
+CASES = [(page, number) for page, names in SCRIPTS.items() for number in range(len(names))]
 
 
-def test_each_script_has_its_session() -> None:
-    assert [words[-1] for words, _ in SESSIONS] == ["loop.py", "trainer.py"]
-    assert len(SCRIPTS) == 2
+def scripts(page: str) -> list[str]:
+    text = (configs.ROOT / "docs" / page).read_text()
+    return [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import torch" in block]
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_each_script_has_its_session(page: str) -> None:
+    assert tuple(words[-1] for words, _ in sessions(page)) == SCRIPTS[page]
+    assert len(scripts(page)) == len(SCRIPTS[page])
 
 
 @pytest.mark.turns(3)
-@pytest.mark.parametrize("number", range(len(SESSIONS)), ids=["loop", "trainer"])
-def test_a_session_of_the_page(number: int, tmp_path: Path) -> None:
-    words, expected = SESSIONS[number]
-    (tmp_path / words[-1]).write_text(SCRIPTS[number])
+@pytest.mark.parametrize(("page", "number"), CASES, ids=[SCRIPTS[page][number][:-3] for page, number in CASES])
+def test_a_session_of_the_page(page: str, number: int, tmp_path: Path) -> None:
+    words, expected = sessions(page)[number]
+    script = scripts(page)[number]
+    if "deepspeed" in script:  # else it compiles an operator first
+        script = "from shardwise.parallel.engines import deepspeed_available as a; a.import_deepspeed()\n" + script
+    (tmp_path / words[-1]).write_text(script)
     source = str(Path(shardwise.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]

@@ -46,8 +46,8 @@ LAYERS = (
     "lint",
     "report",
     "observation",
-    "integrations",
     "run",
+    "integrations",
     "doctor",
     "bench",
     "cli",
@@ -57,7 +57,8 @@ DISTRIBUTED = {
     "diagnosis", "watch", "observation", "doctor", "bench",
 }  # fmt: skip
 PLANNING = ("hardware.", "plan.", "cost.", "search.")
-SAME_STEM = {"plan"}  # `plan/plan.py` holds the Plan, `cli/plan.py` the verb
+# `plan/plan.py` holds the Plan, `cli/plan.py` the verb; `integrations/` has the tools' own names
+SAME_STEM = {"plan", "accelerate"}
 FILE_LINES, FUNCTION_LINES, PUBLIC_NAMES = 400, 60, 25
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 OBJECTS = {

@@ -246,6 +246,28 @@ def test_a_callback_used_again_removes_what_a_failed_training_left() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_hooks_of_others_on_the_optimizer_stay() -> None:
+    """An optimizer iterates over its hooks: one that removes itself before others would end the training."""
+    model, steps = nn.Linear(4, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer = shardwise.observe(model, optimizer, on_receipt=lambda _: None)
+
+    def compute_loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs).square().mean()
+
+    loss = shardwise.check_gradients(model, optimizer, compute_loss, step=2, on_report=lambda _: None)
+    optimizer.register_step_pre_hook(lambda *_: steps.append("before"))
+    optimizer.register_step_post_hook(lambda *_: steps.append("after"))
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(model, torch.randn(3, 4)).backward()
+        optimizer.step()
+    assert steps == ["before", "after"] * 4
+    assert observer.receipt is not None and loss.report is not None and loss.report.ok
+    assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == (1, 1)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
 def test_all_impossible_settings_are_named_at_once() -> None:
     with pytest.raises(UserError) as caught:
         expectation_of("ddp", {"precision": "bfloat16", "grad_accum": 0, "clip_norm": -1})
@@ -272,7 +294,7 @@ def test_mistakes_have_one_message() -> None:
     with pytest.raises(UserError, match="no step hooks"):
         shardwise.observe(model, object())
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
-    with pytest.raises(UserError, match="DeepSpeed's engine"):
+    with pytest.raises(UserError, match=r"give the engine that deepspeed.initialize returned"):
         shardwise.observe(engine, optimizer)
     with pytest.raises(UserError, match="use report or error"):
         shardwise.observe(model, optimizer, on_difference="raise")  # type: ignore[arg-type]

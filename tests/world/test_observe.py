@@ -75,11 +75,12 @@ def train(
     backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
     clear: Callable[[], Any] | None = None,
     steps: int = 3,
+    observe: Callable[..., Any] = shardwise.observe,
     **stated: Any,
 ) -> Receipt:
     """Train as people do; ``around`` is entered with whether a micro batch is the last of its step."""
     found: list[Receipt] = []
-    observer = shardwise.observe(model, optimizer, expect, on_receipt=found.append, **stated)
+    observer = observe(model, optimizer, expect, on_receipt=found.append, **stated)
     data = iter(data or batches(steps * accum))
     with observer:
         for _ in range(steps):
@@ -438,6 +439,17 @@ def untied() -> Receipt:
     return train(model, adamw(model), "ddp", tied=[("embed.weight", "head.weight")])
 
 
+def tie_broken_later() -> Receipt:
+    """Tied when the loop began; a reload gives the head a weight of its own."""
+    inner = plain(tied=True)
+    model = DDP(inner)
+
+    def reload() -> None:
+        inner.head.weight = nn.Parameter(inner.head.weight.detach().clone())
+
+    return train(model, adamw(model), before_step=reload)
+
+
 def same_sampler() -> Receipt:
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(VOCAB, (3, 2, 8), generator=generator)
@@ -540,6 +552,7 @@ FAULTS: dict[Callable[[], Receipt], str] = {
     bf16_asked_fp32_run: "compute dtype",
     fp32_asked_bf16_run: "compute dtype",
     untied: "tied weights",
+    tie_broken_later: "tied weights",
     same_sampler: "samples across ranks",
     clipped_by_local_norms: "gradient scaling",
     fsdp1_clipped_by_local_norms: "gradient scaling",

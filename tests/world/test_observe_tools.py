@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import tempfile
@@ -147,13 +148,15 @@ def test_sft_trainer() -> None:
 def of_accelerate(options: dict[str, Any]) -> tuple[Lines, int]:
     from accelerate import Accelerator
 
+    from shardwise.integrations.accelerate import observe
+
     fresh()
     accelerator = Accelerator(cpu=True, **options)
     model = decoder().float()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found: list[Receipt] = []
     accum = accelerator.gradient_accumulation_steps
-    with shardwise.observe(model, optimizer, accelerator, on_receipt=found.append) as observer:
+    with observe(accelerator, on_receipt=found.append) as observer:
         for inputs, labels in batches(3 * accum):
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model(inputs), labels))
@@ -220,6 +223,8 @@ def of_fabric(expect: str) -> tuple[Lines, int]:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 
+    from shardwise.integrations.fabric import observe
+
     def shard(model: Any, mesh: Any) -> Any:
         return sharded(model, mesh=mesh["data_parallel"])
 
@@ -230,7 +235,9 @@ def of_fabric(expect: str) -> tuple[Lines, int]:
     fabric.launch()
     model = fabric.setup(decoder().float())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    receipt = train(model, optimizer, expect, backward=fabric.backward, before_step=clip(model))
+    stated = None if expect == "ddp" else expect  # a ModelParallelStrategy does not say what its function shards
+    own = functools.partial(observe, fabric)
+    receipt = train(model, optimizer, stated, backward=fabric.backward, before_step=clip(model), observe=own)
     return wrong(receipt), judged(receipt)
 
 
@@ -238,7 +245,7 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
     """Lightning's Trainer runs forward and backward in a closure of the optimizer's step."""
     import lightning
 
-    found: list[Any] = []
+    from shardwise.integrations.lightning import LightningReceiptCallback
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -251,20 +258,17 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    class Receipts(lightning.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            stated = {"grad_accum": 2, "clip_norm": 0.1, "on_receipt": lambda _: None}
-            found.append(shardwise.observe(trainer.strategy.model, trainer.optimizers, expect, **stated))
-
+    callback = LightningReceiptCallback(expect=None if expect == "ddp" else expect, on_receipt=lambda _: None)
     ids = torch.randint(VOCAB, (64, 8), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "strategy": "ddp"}
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, callbacks=[Receipts()], plugins=[elastic()], **quiet, **options
+        accelerator="cpu", devices=2, callbacks=[callback], plugins=[elastic()], **quiet, **options
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
-    return wrong(found[0].receipt), judged(found[0].receipt)
+    assert callback.receipt is not None
+    return wrong(callback.receipt), judged(callback.receipt)
 
 
 def of_lightning_tools(kind: str, expect: str) -> tuple[Lines, int]:
@@ -279,3 +283,39 @@ def test_lightning_and_fabric() -> None:
         assert not ranks[0][0]
         assert ranks[0][1] >= 10
     assert fault[0][0].keys() == FSDP_LINES
+
+
+def of_deepspeed(stage: int, accum: int, expect: str) -> tuple[Lines, int]:
+    from shardwise.parallel.engines.deepspeed_available import import_deepspeed
+
+    model = decoder().float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accum,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.1,
+    }
+    engine, optimizer, *_ = import_deepspeed().initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+    found: list[Receipt] = []
+    with shardwise.observe(engine, optimizer, expect, grad_accum=accum, on_receipt=found.append) as observer:
+        for inputs, labels in batches(3 * accum):
+            engine.backward(loss_of(engine(inputs), labels))
+            engine.step()
+    assert observer.receipt is not None
+    assert "step" not in vars(engine.optimizer)
+    return wrong(observer.receipt), judged(observer.receipt)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+def test_deepspeed() -> None:
+    clean = [(0, 1, "ddp"), (1, 2, "deepspeed-zero1"), (2, 1, "deepspeed-zero2"), (3, 2, "deepspeed-zero3")]
+    found = run_each(of_deepspeed, 2, [*clean, (1, 1, "deepspeed-zero3")], timeout_s=170)
+    assert all(first == second for first, second in found)
+    *right, fault = [first for first, _ in found]
+    assert [lines for lines, _ in right] == [{}] * len(clean)
+    assert all(number >= 7 for _, number in right)
+    assert fault[0].keys() == {"wrapper", "parameters"}

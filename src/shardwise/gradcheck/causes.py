@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.plan.plan import Plan
 NEARLY_ALL = 0.9  # of the elements that have a gradient
 SAME = 1e-4  # tolerance for equal factors
 MOST_PARAMETERS = 3  # reported row by row
+UNEVEN = "micro batches are not weighted by their tokens"
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def explain(
     contributions: Mapping[tuple[int, int], Gradients] | None = None,
     tokens: Mapping[tuple[int, int], int] | None = None,
     brief: bool = False,
+    noise: float = 0.0,
 ) -> tuple[str, ...]:
     """Explain why ``found`` differs from ``reference``, most informative first; empty if equal.
 
@@ -140,6 +142,7 @@ def explain(
         contributions: of each (data-parallel rank, micro batch) the gradient of its summed loss, in one process.
         tokens: labels that count in each of these.
         brief: the forward is known to differ: omit factors and rows of single parameters.
+        noise: relative error of ``found`` by its own rounding.
     """
     wrong = [d for d in differences if not d.error <= tolerance]
     if not wrong:
@@ -152,11 +155,11 @@ def explain(
     shared = _shared_factor(rest, reference)
     if shared is not None:
         return (*lines, f"gradients are {name_factor(shared, setting.plan)}")
-    unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, tolerance)
+    unsummed, rest = _unsummed(rest, reference, parts, setting.plan.dims, noise / 100 if noise else tolerance)
     lines += unsummed
     by_factor = all(d.factor is not None for d in rest)  # equal weights carry no information about tokens
     if rest and contributions and tokens and not by_factor:
-        weighed = _weights(rest, found, contributions, tokens)
+        weighed = _weights(rest, found, contributions, tokens, noise)
         if weighed:
             return (*lines, weighed)
     if brief:
@@ -319,6 +322,7 @@ def _weights(
     found: Gradients,
     contributions: Mapping[tuple[int, int], Gradients],
     tokens: Mapping[tuple[int, int], int],
+    noise: float = 0.0,
 ) -> str:
     """Describe the micro batches' weights in ``found``; empty where it is not a weighted sum."""
     names = [d.name for d in wrong if found.get(d.name) is not None]
@@ -333,43 +337,55 @@ def _weights(
     target = flat(found)
     matrix = torch.stack([flat(contributions[key]) for key in keys], 1)
     solved = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
-    if float((matrix @ solved - target).norm()) > 1e-6 * float(target.norm()):
+    if float((matrix @ solved - target).norm()) > max(1e-6, noise) * float(target.norm()):
         return ""
     total = sum(tokens[key] for key in keys)
     weight = {key: float(value) * total for key, value in zip(keys, solved, strict=True)}  # 1 where it is correct
-    return _name_weights(weight, {key: tokens[key] for key in keys}, total)
+    return _name_weights(weight, {key: tokens[key] for key in keys}, total, max(SAME, noise))
 
 
-def _name_weights(weight: Mapping[tuple[int, int], float], tokens: Mapping[tuple[int, int], int], total: int) -> str:
+def _name_weights(
+    weight: Mapping[tuple[int, int], float], tokens: Mapping[tuple[int, int], int], total: int, within: float
+) -> str:
     ranks = sorted({rank for rank, _ in weight})
     micros = sorted({micro for _, micro in weight})
-    dead = [rank for rank in ranks if all(abs(weight[key]) < SAME for key in weight if key[0] == rank)]
+    dead = [rank for rank in ranks if all(abs(weight[key]) < within for key in weight if key[0] == rank)]
     if dead:
         which = ", ".join(map(str, dead))
         return f"the samples of data-parallel rank {which} do not count: gradients are not reduced over dp"
-    lost = [micro for micro in micros if all(abs(weight[key]) < SAME for key in weight if key[1] == micro)]
+    lost = [micro for micro in micros if all(abs(weight[key]) < within for key in weight if key[1] == micro)]
     if lost:
         which = ", ".join(map(str, lost))
         return f"micro batch {which} (of {micros[-1] + 1}) does not count: what accumulates before the last one is lost"
     own = {rank: sum(n for key, n in tokens.items() if key[0] == rank) for rank in ranks}
-    if _constant(weight[key] * tokens[key] for key in weight):
+    if _constant([weight[key] * tokens[key] for key in weight], within):
         return (
             "each micro batch is averaged over its own tokens (a mean of means), where the tokens of the global batch "
             f"({total}) are to be divided by: right only where all have the same number"
+            + _scaled([weight[key] * tokens[key] for key in weight], total, within)
         )
-    if _constant(weight[key] * own[key[0]] for key in weight):
+    if _constant([weight[key] * own[key[0]] for key in weight], within):
         return (
             "each rank divides by its own tokens "
             f"({', '.join(str(own[rank]) for rank in ranks)}) where the tokens of the global batch ({total}) are to be "
             "divided by: right only where all ranks have the same number"
+            + _scaled([weight[key] * own[key[0]] for key in weight], total * len(weight) / len(ranks), within)
         )
     shown = ", ".join(f"rank {r} micro batch {m}: {w:.3g} ×" for (r, m), w in list(weight.items())[:6])
-    return f"micro batches are not weighted by their tokens: {shown}"
+    return f"{UNEVEN}: {shown}"
 
 
-def _constant(values: Iterable[float]) -> bool:
-    numbers = list(values)
-    return max(numbers) - min(numbers) <= SAME * max(map(abs, numbers))
+def _scaled(shares: Sequence[float], total: float, within: float) -> str:
+    """Return the factor of all shares, which should sum to ``total``; empty where there is none."""
+    factor = sum(shares) / total
+    if abs(factor - 1) <= within:
+        return ""
+    size = f"{factor:.4g} × too large" if factor > 1 else f"{1 / factor:.4g} × too small" if factor > 0 else "negative"
+    return f"; beside that, the gradient is {size}"
+
+
+def _constant(numbers: Sequence[float], within: float) -> bool:
+    return max(numbers) - min(numbers) <= within * max(map(abs, numbers))
 
 
 def _partial_factors(wrong: Sequence[Difference], plan: Plan) -> list[str]:

@@ -1,16 +1,21 @@
-"""`ReceiptCallback` for transformers' Trainer and what is built on it, such as TRL's SFTTrainer."""
+"""`ReceiptCallback` and `check_gradients` for transformers' Trainer and what is built on it, as TRL's SFTTrainer."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sized
 from typing import Any, get_args
 
+import torch
 import transformers
 
 from shardwise.errors import UserError
+from shardwise.observation.collect import is_deepspeed, torch_optimizers
 from shardwise.observation.expected_settings import expectation_of
-from shardwise.observation.observer import LoopObserver, OnDifference, observe
+from shardwise.observation.gradient_check import GradientCheck
+from shardwise.observation.observer import LoopObserver, OnDifference, observe, print_after_output
+from shardwise.observation.window_replay import Closures
 from shardwise.receipts.receipt import Receipt
 
 _LOG = logging.getLogger("shardwise")
@@ -48,6 +53,9 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if getattr(args, "torch_compile", False):  # the Trainer hides the compiled model around the one that it gives
             _LOG.warning("ReceiptCallback: no receipt, as torch_compile=True compiles the model with its hooks")
             return
+        if any(is_deepspeed(one) for one in torch_optimizers(kwargs["optimizer"])):
+            _LOG.warning("ReceiptCallback: no receipt, as the Trainer gives its callbacks no DeepSpeed engine")
+            return
         expected = expectation_of(args if self._expect is None else self._expect, {})
         loader = kwargs.get("train_dataloader")
         batches = len(loader) if isinstance(loader, Sized) else None
@@ -71,3 +79,112 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _detach(self) -> None:
         if self._observer is not None:
             self._observer.detach()
+
+
+class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Callback that compares the gradients of one optimizer step with those of one process: see `check_gradients`.
+
+    Args:
+        trainer: its `compute_loss` is recorded, with ``num_items_in_batch`` as the loop gives it, and replayed as the
+            mean over each micro batch's own items.
+        step: which of the training's steps is checked.
+        on_difference: ``report``, or ``error`` to raise on every rank, before the step, if the gradient is wrong.
+        on_report: called on rank 0 with the report, in place of printing it.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        step: int = 1,
+        on_difference: OnDifference = "report",
+        on_report: Callable[[Receipt], None] = print_after_output,
+    ) -> None:
+        self._trainer, self._step = trainer, step
+        self._on_difference, self._on_report = on_difference, on_report
+        self._check: GradientCheck | None = None
+
+    @property
+    def report(self) -> Receipt | None:
+        """Report after the step that is checked, the same on every rank; ``None`` before."""
+        return None if self._check is None else self._check.report
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to record the losses of the prepared model."""
+        self._detach()
+        trainer = self._trainer
+        if getattr(args, "torch_compile", False):
+            _LOG.warning("GradientCallback: no report, as torch_compile=True compiles the model with its hooks")
+            return
+        if is_deepspeed(trainer.model_wrapped):
+            _LOG.warning("GradientCallback: no report, as DeepSpeed keeps gradients in buffers of its own")
+            return
+        live = trainer.compute_loss
+
+        def called(*given: Any, **named: Any) -> Any:
+            return _alone(trainer).compute_loss(*given, **named)
+
+        def mean(model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return _alone(trainer).compute_loss(model, inputs)
+
+        def items(inputs: Any, *_: Any, **__: Any) -> Any:
+            return _alone(trainer)._get_num_items_in_batch([inputs], torch.device("cpu"))
+
+        self._check = GradientCheck(
+            trainer.model_wrapped,
+            torch_optimizers(kwargs["optimizer"]),
+            Closures(called, mean, items, live),
+            step=self._step,
+            scaler=getattr(trainer.accelerator, "scaler", None),
+            on_difference=self._on_difference,
+            on_report=self._on_report,
+        )
+        trainer.compute_loss = self._check
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the trainer its own ``compute_loss`` back."""
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._check is not None:
+            self._check.detach()
+            if self._trainer.__dict__.get("compute_loss") is self._check:
+                del self._trainer.compute_loss
+
+
+def check_gradients(trainer: Any, **options: Any) -> GradientCallback:
+    """Add a `GradientCallback` with ``options`` to ``trainer``, and return it; call it before ``trainer.train()``."""
+    callback = GradientCallback(trainer, **options)
+    trainer.add_callback(callback)
+    return callback
+
+
+class _OneProcess:
+    """Accelerator that gathers from nobody else: a replay is one process."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Any) -> Any:
+        """Return this process's own."""
+        return tensor
+
+    gather_for_metrics = gather
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Return this process's own."""
+        return tensor
+
+
+def _alone(trainer: Any) -> Any:
+    """Return a copy of the trainer whose losses leave no trace in its metrics."""
+    made = copy.copy(trainer)
+    made.__dict__.pop("compute_loss", None)
+    made.accelerator = _OneProcess(trainer.accelerator)
+    for name in ("_metrics", "_total_losses"):
+        if name in made.__dict__:
+            setattr(made, name, copy.deepcopy(made.__dict__[name]))
+    return made

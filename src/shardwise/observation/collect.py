@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardwise.errors import UserError
 from shardwise.measure import state
 from shardwise.model.read import clean_name, dtype_name
+from shardwise.observation.engine_steps import EngineSteps
 from shardwise.observation.loop_facts import BufferFacts, LoopFacts, ParameterFacts, TrafficFacts
 from shardwise.observation.loop_trace import LoopTrace, random_modules
 from shardwise.receipts.drift import bit_sums
@@ -81,6 +82,7 @@ def collect(trace: LoopTrace, earlier: Sequence[str], tied_before: tuple[tuple[s
         parameters=parameters,
         buffers=tuple(_buffers(trace)) if world > 1 else (),
         foreign=sum(id(p) not in live for p in held),
+        state_elements=_engine_state(optimizers),
         state_dtypes=tuple(sorted({dtype_name(t.dtype) for t in states})),
         state_devices=tuple(sorted({state.local(t).device.type for t in states})),
         gradient_dtypes=tuple(sorted(trace.gradient_dtypes)),
@@ -109,7 +111,18 @@ def collect(trace: LoopTrace, earlier: Sequence[str], tied_before: tuple[tuple[s
     )
 
 
+def _engine_state(optimizers: Sequence[Any]) -> int | None:
+    """Return the elements whose state an engine keeps on this rank; ``None`` without an engine."""
+    if not isinstance(optimizers[-1], EngineSteps):
+        return None
+    rows = optimizers[-1].state.values()
+    return sum(max((t.numel() for t in row.values() if isinstance(t, torch.Tensor)), default=0) for row in rows)
+
+
 def _wrapper_of(trace: LoopTrace) -> str:
+    last: Any = trace.optimizers[-1]
+    if isinstance(last, EngineSteps):
+        return last.wrapper
     if isinstance(trace.wrapper, DistributedDataParallel):
         return "DDP"
     parts = list(trace.root.modules())
@@ -138,8 +151,8 @@ def _parameters(trace: LoopTrace) -> Iterator[ParameterFacts]:
         shards, part, placement = _part_of(p, flat)
         yield ParameterFacts(
             name=name_of(name),
-            elements=flat[id(p)][0] if id(p) in flat else p.numel(),
-            local_elements=state.local(p).numel(),
+            elements=flat[id(p)][0] if id(p) in flat else int(getattr(p, "ds_numel", p.numel())),
+            local_elements=p.ds_tensor.numel() if hasattr(p, "ds_tensor") else state.local(p).numel(),
             dtype=dtype_name(p.dtype),
             trainable=p.requires_grad,
             placement=placement,
@@ -157,6 +170,9 @@ def _part_of(p: torch.Tensor, flat: Flat) -> tuple[int, str, str]:
     if id(p) in flat:
         _, shards, part = flat[id(p)]
         return shards, part, f"in flat shards over {shards} ranks" if shards > 1 else "replicated"
+    if hasattr(p, "ds_tensor"):  # ZeRO-3
+        world = dist.get_world_size()
+        return world, str(dist.get_rank()), f"in flat shards over {world} ranks"
     if not isinstance(p, DTensor):
         return 1, "", "replicated"
     mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate() or ()

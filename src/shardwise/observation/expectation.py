@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.errors import UserError
 from shardwise.plan.strategy import Strategy, parse_strategy
 
-Wrapper = Literal["DDP", "FSDP2", "FSDP1"]
+Wrapper = Literal["DDP", "FSDP2", "FSDP1", "DeepSpeed"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -37,16 +37,13 @@ def of_strategy(text: str, source: str = "") -> Expectation:
 
     Raises:
         PlanError: it is not in the grammar.
-        UserError: it splits the model or needs DeepSpeed, which is not judged in another tool's loop.
+        UserError: it splits the model or swaps it, which is not judged in another tool's loop.
     """
     strategy = parse_strategy(text)
-    if strategy.splits_model or strategy.engine == "deepspeed":
+    if strategy.splits_model or "nvme" in text:
         raise UserError(
-            f"observe: expect = '{text}'; tp, pp, cp and DeepSpeed are not judged in a loop of another tool: train "
-            f"with shardwise.start('{text}'), whose receipt judges them" + _or_base(strategy)
+            f"observe: expect = '{text}'; tp, pp, cp and NVMe are not judged in a loop of another tool: train with "
+            f"shardwise.start('{text}'), whose receipt judges them, or expect the rest, '{strategy.base}'"
         )
-    return Expectation(source=source or f"strategy {strategy}", strategy=strategy)
-
-
-def _or_base(strategy: Strategy) -> str:
-    return "" if strategy.engine == "deepspeed" else f", or expect the rest, '{strategy.base}'"
+    wrapper: Wrapper | None = "DeepSpeed" if strategy.engine == "deepspeed" else None
+    return Expectation(source=source or f"strategy {strategy}", strategy=strategy, wrapper=wrapper)

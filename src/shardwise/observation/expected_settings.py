@@ -12,6 +12,7 @@ from shardwise.environment import accelerate_fsdp
 from shardwise.errors import UserError
 from shardwise.observation.expectation import Expectation, of_strategy
 from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _FSDP1 = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hsdp", "NO_SHARD": "ddp"}
@@ -109,6 +110,22 @@ def of_training_arguments(arguments: Any) -> Expectation:
     )
 
 
+def of_lightning(strategy: Any, precision: str) -> Expectation:
+    """Return what a strategy of Lightning or Fabric asks for; its name alone where its user shards by hand."""
+    kinds = {base.__name__ for base in type(strategy).__mro__}
+    own = getattr(strategy, "shardwise_plan", None)
+    if own is not None:
+        found = Expectation() if parse_strategy(own).splits_model else of_strategy(own)
+    elif "FSDPStrategy" in kinds:
+        word = getattr(strategy.sharding_strategy, "name", str(strategy.sharding_strategy))
+        found = of_fsdp1(word, bool(getattr(strategy.cpu_offload, "offload_params", False)))
+    else:
+        found = of_strategy("ddp") if "DDPStrategy" in kinds else Expectation()
+    kind, _, how = precision.partition("-")
+    mixed = {"bf16": "bf16", "16": "fp16"}.get(kind) if how == "mixed" else None
+    return found.model_copy(update={"source": type(strategy).__name__, "precision": mixed})
+
+
 def _of_fsdp_plugin(plugin: Any) -> Expectation:
     policy = plugin.cpu_offload  # FSDP1's CPUOffload, FSDP2's policy, or a bool
     offload = type(policy).__name__ == "CPUOffloadPolicy" or getattr(policy, "offload_params", policy is True)
@@ -117,7 +134,7 @@ def _of_fsdp_plugin(plugin: Any) -> Expectation:
         found = _fsdp2(bool(plugin.reshard_after_forward), bool(offload))
     else:
         word = getattr(plugin.sharding_strategy, "name", str(plugin.sharding_strategy))
-        found = _fsdp1(word, bool(offload))
+        found = of_fsdp1(word, bool(offload))
     return found.model_copy(update={"recompute": recompute})
 
 
@@ -126,7 +143,7 @@ def _of_fsdp_config(config: Mapping[str, Any]) -> Expectation:
     reshard = config.get("reshard_after_forward", True)
     if int(config.get("version", 2)) == 2:
         return _fsdp2(_is_true(reshard), offload)
-    return _fsdp1("FULL_SHARD" if isinstance(reshard, bool) else str(reshard), offload)
+    return of_fsdp1("FULL_SHARD" if isinstance(reshard, bool) else str(reshard), offload)
 
 
 def _fsdp2(reshard: bool, offload: bool) -> Expectation:
@@ -135,7 +152,8 @@ def _fsdp2(reshard: bool, offload: bool) -> Expectation:
     return of_strategy(word + "+offload" * offload, text).model_copy(update={"wrapper": "FSDP2"})
 
 
-def _fsdp1(word: str, offload: bool) -> Expectation:
+def of_fsdp1(word: str, offload: bool) -> Expectation:
+    """Return the expectation of FSDP1 with a word of its `ShardingStrategy`."""
     base = _FSDP1.get(word.upper(), "fsdp")
     return of_strategy(base + "+offload" * offload, f"FSDP1, {word.lower()}").model_copy(update={"wrapper": "FSDP1"})
 

@@ -58,7 +58,8 @@ class LoopFacts(BaseModel):
     last backward, by the loop itself. ``norm_backward`` and ``norm_step`` are norms of this rank's gradients at the end
     of the last backward and just before the step. ``products`` and ``recomputed`` count matrix products of the
     forward, and those that ran again in a backward. ``quiet`` names modules with dropout that were in evaluation mode
-    during training. ``earlier`` are the sample checksums of the first step.
+    during training. ``earlier`` are the sample checksums of the first step. ``state_elements`` counts those of
+    which an engine keeps the optimizer's state here.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -70,6 +71,7 @@ class LoopFacts(BaseModel):
     parameters: tuple[ParameterFacts, ...]
     buffers: tuple[BufferFacts, ...] = ()
     foreign: int = 0
+    state_elements: int | None = None
     state_dtypes: tuple[str, ...] = ()
     state_devices: tuple[str, ...] = ()
     gradient_dtypes: tuple[str, ...] = ()

@@ -83,10 +83,9 @@ class LoopTrace:
         self._recording = True
         self.samples = []
 
-    def stop(self) -> None:
-        """Remove every hook and the recorder; the records stay."""
-        for hook in self._hooks:
-            hook.remove()
+    def stop(self, running: Any = None) -> None:
+        """Remove every hook and the recorder; the records stay. ``running`` is the optimizer's hook that calls this."""
+        remove_hooks(self._hooks, self.root, running)
         self._hooks = []
         if self._recording:
             _remove_mode(self.recorder)
@@ -167,8 +166,9 @@ class LoopTrace:
             self._running.pop()
 
     def _has_gradient(self) -> bool:
-        """Return whether a gradient of this step exists; FSDP2 keeps unreduced ones elsewhere."""
+        """Return whether a gradient of this step exists; FSDP2 and engines keep unreduced ones elsewhere."""
         kept = any(hasattr(part, "_get_fsdp_state") for part in self.root.modules())
+        kept = kept or not all(isinstance(one, Optimizer) for one in self.optimizers)
         return kept or any(p.grad is not None for p in self.root.parameters())
 
     def _forget(self) -> None:
@@ -178,20 +178,10 @@ class LoopTrace:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients; those of a closure after it has run, within the step."""
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._see_gradients()
-            self._stepping = True
-            return None
+        return before_update(args, kwargs, self._see_gradients, self._set_stepping)
 
-        def observed() -> Any:
-            self._stepping = False
-            result = closure()
-            self._see_gradients()
-            self._stepping = True
-            return result
-
-        return args[:1], {**kwargs, "closure": observed}
+    def _set_stepping(self, stepping: bool) -> None:
+        self._stepping = stepping
 
     def _see_gradients(self) -> None:
         if self._recorder is None:
@@ -209,6 +199,45 @@ class LoopTrace:
     def norm_step(self) -> float | None:
         """Norm of this rank's gradients just before the step."""
         return _total(list(self.norms.values()))
+
+
+def remove_hooks(hooks: Sequence[Any], root: nn.Module, running: Any = None) -> None:
+    """Remove ``hooks``; with the next forward of ``root`` where ``running``, one of an optimizer's, runs before others.
+
+    Optimizers iterate over their hooks themselves, and not over a copy as modules do.
+    """
+    reference = getattr(running, "hooks_dict_ref", None)
+    siblings = None if reference is None else reference()
+    if siblings is None or running.id not in siblings or next(reversed(siblings)) == running.id:
+        for hook in hooks:
+            hook.remove()
+        return
+
+    def remove(*_: Any) -> None:
+        for hook in (*hooks, later):
+            hook.remove()
+
+    later = root.register_forward_pre_hook(remove)
+
+
+def before_update(
+    args: Any, kwargs: Any, act: Callable[[], None], stepping: Callable[[bool], None] = lambda _: None
+) -> Any:
+    """Call ``act`` when a step has its gradients: now, or after its closure; for an optimizer's pre-hook to return."""
+    closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+    if closure is None:
+        act()
+        stepping(True)
+        return None
+
+    def observed() -> Any:
+        stepping(False)
+        result = closure()
+        act()
+        stepping(True)
+        return result
+
+    return args[:1], {**kwargs, "closure": observed}
 
 
 def gradient_norms(root: nn.Module) -> dict[int, float]:

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.distributed.process_group import Ranks, drain_at_exit, gather_ints, gather_text, join, leave
 from shardwise.errors import ShardwiseError, UserError
 from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
+from shardwise.observation.engine_steps import EngineSteps
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
-from shardwise.observation.loop_trace import LoopTrace
+from shardwise.observation.loop_trace import LoopTrace, remove_hooks
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
@@ -50,7 +51,7 @@ class LoopObserver:
         self.receipt: Receipt | None = None
         self.expected = expected
         root, wrapper = innermost(model)
-        self._ranks = _control()
+        self._ranks = control_group()
         self._tied = tied_groups(root)
         self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
         self._on_receipt, self._on_difference = on_receipt, on_difference
@@ -70,11 +71,13 @@ class LoopObserver:
 
     def detach(self) -> None:
         """Remove every hook; a loop that had no second step gets no receipt."""
+        self._end(None)
+
+    def _end(self, running: Any) -> None:
         if self._trace is None:
             return
-        self._trace.stop()
-        for hook in self._hooks:
-            hook.remove()
+        self._trace.stop(running)
+        remove_hooks(self._hooks, self._trace.root, running)
         self._trace = None
         if self._ranks is not None:
             leave(self._ranks)
@@ -106,12 +109,12 @@ class LoopObserver:
             trace.training = None
             trace.start()
             return
-        trace.stop()
+        trace.stop(self._hooks[-1])
         try:
             with _disable_current_modes(), torch.no_grad():
                 self.receipt = self._judge(trace)
         finally:
-            self.detach()
+            self._end(self._hooks[-1])
         if self.receipt is None:
             return
         if self._is_main:
@@ -192,23 +195,25 @@ def observe(
         "tied": tuple(tuple(group) for group in tied) or None,
     }
     expected = expectation_of(expect, stated)
-    optimizers = torch_optimizers(optimizer)
-    if any(is_deepspeed(part) for part in (model, *optimizers)):
+    optimizers: list[Any] = torch_optimizers(optimizer)
+    if is_deepspeed(model) and hasattr(model, "zero_optimization_stage"):
+        optimizers, model = [EngineSteps(model)], model.module  # type: ignore[assignment]
+    elif any(is_deepspeed(part) for part in (model, *optimizers)):
         raise UserError(
-            "observe: the loop runs DeepSpeed's engine, which keeps gradients and state in buffers that cannot be "
-            "judged here; shardwise.start('deepspeed-zero2') trains with DeepSpeed and judges it"
+            "observe: the optimizer is DeepSpeed's; give the engine that deepspeed.initialize returned as model"
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
-    return LoopObserver(model, optimizers, expected, on_receipt or _print, on_difference)
+    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference)
 
 
-def _print(receipt: Receipt) -> None:
+def print_after_output(receipt: Receipt) -> None:
+    """Print a receipt after what the loop printed."""
     sys.stdout.flush()
     print_receipt(receipt)
 
 
-def _control() -> Ranks | None:
+def control_group() -> Ranks | None:
     """Create a group for messages about the loop; ``None`` on one rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

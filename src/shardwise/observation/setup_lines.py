@@ -12,6 +12,7 @@ from shardwise.units import bytes_text, counted
 UNSTATED = "not stated"
 _COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PHASES = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer", "other": "the loop's own code"}
+_STAGES = {"zero1": 1, "zero2": 2, "fsdp": 3}  # of DeepSpeed
 _SYNCED = 0.1  # of the gradient's elements: statistics of batch norm are reduced in a backward, too
 
 
@@ -50,6 +51,9 @@ def _wrapper_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
     strategy, wanted = expected.strategy, expected.wrapper
     if strategy is None:
         planned, kinds = UNSTATED, None
+    elif wanted == "DeepSpeed":
+        planned = f"DeepSpeed ZeRO-{_STAGES[strategy.base]}"
+        kinds = {planned}
     elif wanted is not None:
         planned, kinds = wanted, {wanted}
     elif strategy.shards_parameters:
@@ -60,13 +64,15 @@ def _wrapper_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
         units = f", {counted(facts.units, 'unit')}" if facts.units else ""
         text = f"{facts.wrapper}{units}"
+        if facts.wrapper == "DeepSpeed ZeRO-0" and kinds == {"DDP"}:
+            return text, True
         if facts.wrapper == "none" and facts.after_elements:
             text = "none; the loop reduces gradients after the backward"
             if kinds == {"DDP"}:
                 return text, True
         if kinds is None:
             return text, None
-        kind = facts.wrapper.partition(" ")[0]
+        kind = facts.wrapper if wanted == "DeepSpeed" else facts.wrapper.partition(" ")[0]
         return text, True if kind in kinds else None if facts.world_size == 1 else False
 
     return one_of_each("wrapper", planned, ranks, judge)
@@ -75,6 +81,8 @@ def _wrapper_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
 def _sharding_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
     strategy, world = expected.strategy, ranks[0].world_size
     sharded = strategy is not None and strategy.shards_parameters
+    if strategy is not None and strategy.engine == "deepspeed":
+        sharded = strategy.base == "fsdp"  # its ZeRO-2 keeps whole parameters
     planned = UNSTATED
     if strategy is not None:
         planned = f"each over {'several' if strategy.base == 'hsdp' else world} ranks" if sharded else "on every rank"
@@ -139,6 +147,8 @@ def _state_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
     stated = {p.name for facts in ranks for p in facts.trained if p.has_state}
     full = sum(p.elements for p in ranks[0].trained if p.name in stated)
     kept = [sum(p.local_elements for p in facts.trained if p.has_state) for facts in ranks]
+    if all(facts.state_elements for facts in ranks):
+        kept, full = [facts.state_elements or 0 for facts in ranks], sum(p.elements for p in ranks[0].trained)
     found = f"at most {max(kept)} of {full} on a rank" if full else "none or unknown"
     if strategy is None or not full or world == 1:
         return Line(name="optimizer state", planned=UNSTATED, found=found, ok=None)
@@ -170,7 +180,8 @@ def _dtype_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[
         ("optimizer state dtype", "state_dtypes"),
     ):
         seen = sorted({dtype for facts in ranks for dtype in getattr(facts, field)})
-        yield Line(name=name, planned=UNSTATED, found=", ".join(seen) or "none", ok=None)
+        nothing = "unknown: in the engine's buffers" if ranks[0].wrapper.startswith("DeepSpeed") else "none"
+        yield Line(name=name, planned=UNSTATED, found=", ".join(seen) or nothing, ok=None)
 
 
 def _micro_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
@@ -217,8 +228,8 @@ def _sync_lines(expected: Expectation, ranks: Sequence[LoopFacts]) -> Iterator[L
 
 def _reduced_elements(ranks: Sequence[LoopFacts]) -> int:
     """Count the elements of trainable parameters that have a gradient on any rank."""
-    used = {p.name for facts in ranks for p in facts.trained if p.norm is not None}
-    return sum(p.elements for p in ranks[0].trained if p.name in used)
+    used = {p.name for facts in ranks for p in facts.trained if p.norm is not None}  # none in DeepSpeed's buffers
+    return sum(p.elements for p in ranks[0].trained if p.name in used or not used)
 
 
 def _traffic_lines(ranks: Sequence[LoopFacts]) -> Iterator[Line]:
