@@ -27,6 +27,7 @@ IMBALANCE = 1.1  # longest pipeline stage over the mean, in blocks, above which 
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
 EXPERT_BASES: tuple[Base, ...] = ("zero1", "fsdp", "hsdp")  # tried with ``+ep``; others need a pin
 EXPERT_DEGREES = tuple(2**n for n in range(1, 10))
+LEAST_EXPERT_TOKENS = 8192  # as `LEAST_TOKENS`, where ``+ep`` already spreads the largest part of a layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,8 @@ def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) 
                     swaps = (False, True) if base in SHARDED else (False,)
                     for offload in swaps:
                         found.append(_strategy(base, tp, pp, cp, offload))
-                ranks = world // pp
-                for ep in (n for n in degrees if n % (tp * cp) == 0 and ranks % n == 0):
+                short = cp > 1 and (length or 0) // cp < LEAST_EXPERT_TOKENS
+                for ep in (n for n in degrees if n % (tp * cp) == 0 and world // pp % n == 0 and not short):
                     found += [_strategy(base, tp, pp, cp, False, ep) for base in EXPERT_BASES]
     return found
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.framework_overhead import context_bytes
-from shardwise.cost.memory.local_shapes import ShardLayout, layout_of
+from shardwise.cost.memory.local_shapes import ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
@@ -216,10 +216,7 @@ def estimate(
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
     traits = workload.program
-    layout = replace(
-        layout_of(plan, traits), capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts
-    )
-    expandable = traits.expandable_segments
+    layout, expandable = with_routing(layout_of(plan, traits), workload), traits.expandable_segments
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
