@@ -12,7 +12,8 @@ from shardwise.cost.expert_load import EXPERT_SPREAD, fullest_load
 from shardwise.cost.flops import palm_flops
 from shardwise.cost.memory.estimate_memory import estimate
 from shardwise.cost.memory.expert_shards import rest_shape, shard_dim
-from shardwise.cost.memory.local_shapes import layout_of, optimizer_bytes, stage_pieces, unit_weights
+from shardwise.cost.memory.local_shapes import layout_of, stage_pieces, unit_weights
+from shardwise.cost.memory.optimizer_shards import optimizer_bytes
 from shardwise.cost.time.estimate_time import step_time
 from shardwise.errors import ModelError, PlanError
 from shardwise.hardware.parse_cluster import parse_cluster

@@ -20,12 +20,11 @@ from shardwise.cost.memory.local_shapes import (
     heavy_stages,
     layout_of,
     micro_batches_in_flight,
-    optimizer_bytes,
-    optimizer_mean_bytes,
     stage_pieces,
     unit_weights,
     with_routing,
 )
+from shardwise.cost.memory.optimizer_shards import optimizer_bytes, optimizer_mean_bytes
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import Plan

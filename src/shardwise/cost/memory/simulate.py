@@ -19,11 +19,11 @@ from shardwise.cost.memory.local_shapes import (
     average_bytes,
     heavy_stages,
     micro_batches_in_flight,
-    optimizer_bytes,
     rank_of,
     stage_pieces,
     unit_weights,
 )
+from shardwise.cost.memory.optimizer_shards import optimizer_bytes
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Recompute
 from shardwise.plan.workload import Workload

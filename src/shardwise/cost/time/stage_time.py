@@ -110,14 +110,11 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         last.insert(0, UnitRun(1, 0.0, 0.0, root_reduce))
         if pieces.every:
             back.insert(0, last[0])
-    if (
-        pieces.strategy.base == "zero2" and sharded and pieces.pipelined
-    ):  # gathered once a step: micro batches interleave
+    sync_gather = 0.0
+    if pieces.strategy.base == "zero2" and sharded and pieces.pipelined:  # gathered once: micro batches interleave
         sync_gather = elapsed_s(ahead, contention=contention)
         ahead = [UnitRun(run.count, run.compute_s) for run in ahead]
         sync_gather -= elapsed_s(ahead)
-    else:
-        sync_gather = 0.0
     forward_s = elapsed_s(ahead, contention=contention)
     backward_s = elapsed_s(reversed(back), contention=contention)
     return StageTime(
