@@ -205,9 +205,7 @@ def speed_targets(
                 )
             )
     if coverage is not None:
-        words = (
-            f"80 % interval, made without the source that is asked: rows in it, mean of {coverage['groups']} sources"
-        )
+        words = f"80 % interval, made without the source that is asked: rows in it, mean of {coverage['groups']}"
         found.append(Target(words, "75 to 85 %", part(coverage["mean"]), 0.75 <= coverage["mean"] <= 0.85))
     tables: dict[str, list[Document]] = defaultdict(list)
     for row in rows:

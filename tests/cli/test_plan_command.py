@@ -376,6 +376,11 @@ def test_another_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
     assert first["memory_bytes"]["parameters"] == first["memory_bytes"]["gradients"]
     (tmp_path / "mine.toml").unlink()  # the question in the plan file has the traits
     assert "trained × 2 B / dp_shard 8" in command(capsys, "explain", "plan.toml")[0]
+    whole, packed, longer = (
+        answer(capsys, *asked, "fsdp", *words) for words in ([], ["--document-len", "256"], ["--document-len", "4096"])
+    )
+    steps = [one["candidates"][0]["step_time_s"] for one in (whole, packed, longer)]
+    assert steps[1] < steps[0] == steps[2] and any("--document-len 4096 has no effect" in n for n in longer["notes"])
     refused = (
         (["fsdp+pp2", "--program", "torchtune"], ["torchtune has no pipeline parallelism (+pp2); it has +tp and +cp"]),
         (["fsdp+tp2", "--program", "deepspeed"], ["deepspeed has no tensor parallelism (+tp2)"]),

@@ -382,6 +382,9 @@ def _left_out(
         given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]
         notes += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
+    if words["document_len"] is not None and words["document_len"] >= (profile.seq_len or 0):
+        tokens = "does not read tokens" if profile.seq_len is None else f"has samples of {profile.seq_len} tokens"
+        notes.append(f"--document-len {words['document_len']} has no effect: {profile.name} {tokens}")
     name = "a CPU" if cluster.gpu is None else cluster.gpu.name
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
     if words["precision"] == "fp8" and cluster.device == "cpu":
