@@ -580,6 +580,7 @@ BESIDE = {
         "weights across ranks",
     },
     clipped_by_local_norms: {"gradient norm"},
+    tie_broken_later: {"gradient scaling"},  # the gradient of the weight that was replaced is gone
     # each block is a root of its own then, and a root keeps its weights
     root_not_sharded: {
         "parameters",
