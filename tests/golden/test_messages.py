@@ -424,7 +424,7 @@ def test_interrupted_before_there_are_ranks(shared: Path, tmp_path: Path) -> Non
 
 
 def test_interrupted_in_any_other_verb(shared: Path, tmp_path: Path) -> None:
-    with mock.patch("shardwise.cli.exchange.read_plan", side_effect=KeyboardInterrupt):
+    with mock.patch("shardwise.cli.export_plan.read_plan", side_effect=KeyboardInterrupt):
         found = run_case("export to what is not written", shared, tmp_path)
     assert found == {"exit_code": 130, "message": "shardwise: interrupted\n"}
 

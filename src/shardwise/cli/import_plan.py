@@ -1,4 +1,4 @@
-"""Verbs ``shardwise export`` and ``import``: a plan to and from another tool's config."""
+"""Verb ``shardwise import``: another tool's configuration as a plan and keys of a config."""
 
 from __future__ import annotations
 
@@ -12,56 +12,12 @@ import typer
 
 from shardwise.cli.arguments import Json
 from shardwise.cli.plan_request import choice_problems, find_cluster
-from shardwise.errors import PlanError, UserError, did_you_mean
-from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
+from shardwise.cli.written_file import write_file
+from shardwise.errors import PlanError, UserError
 from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
 from shardwise.interop.deepspeed.optimizer_section import FileKey
-from shardwise.plan.plan import Plan, Recompute, read_plan
+from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Engine
-
-WRITTEN = ("deepspeed",)
-PLANNED = ("pytorch", "accelerate", "torchtitan")
-
-
-def run_export(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file.", show_default=False)],
-    to: Annotated[str, typer.Option(help="Target format: deepspeed (a config for deepspeed.initialize).")],
-    clip_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 disables clipping.", min=0)] = 1.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run ``shardwise export``.
-
-    Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
-
-    Raises:
-        UserError: the target is not supported by this version, the file has no plan or one without an equivalent there,
-            or the output cannot be written.
-    """
-    problems = _target_problems(to)
-    try:
-        plan = read_plan(plan_file)
-        document = {} if problems else export_deepspeed(plan, clip_norm=clip_norm or None)
-    except UserError as error:
-        raise UserError(*problems, *error.problems) from None
-    if problems:
-        raise UserError(*problems)
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    notes = export_notes(plan)
-    clip = "no clipping" if not clip_norm else f"gradients are clipped to {clip_norm:g}"
-    notes.insert(0, f"{clip}: --clip-norm, which a plan does not say")
-    stream = sys.stdout if output is not None and not as_json else sys.stderr
-    print(f"plan: {plan.strategy} on {plan.dims}, {plan.precision}, {plan.batch_equation()}", file=stream)
-    for note in notes:
-        print(f"note: {note}", file=stream)
-    if output is not None:
-        _write(output, text)
-        print(f"deepspeed: {output}", file=stream)
-    if as_json:
-        answer = {"schema": 1, "target": to, "config": document, "fingerprint": plan.fingerprint, "notes": notes}
-        print(json.dumps({**answer, "ranks": plan.dims.world_size, "output": None if output is None else str(output)}))
-    elif output is None:
-        print(text, end="")
 
 
 def run_import(
@@ -106,7 +62,7 @@ def run_import(
     plan = result.plan.model_copy(update={"reason": f"read from {file.name}"})
     print_import(result, plan, sys.stderr if as_json else sys.stdout)
     if output is not None:
-        _write(output, plan.to_toml())
+        write_file(output, plan.to_toml())
         print(f"plan: {output} (shardwise train CONFIG --plan {output})", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(import_json(result, plan), ensure_ascii=False))
@@ -156,16 +112,6 @@ def import_json(result: Imported, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _target_problems(to: str) -> list[str]:
-    if to in WRITTEN:
-        return []
-    if to in PLANNED:
-        return [f"--to {to}: this version does not write it; it writes {', '.join(WRITTEN)}"]
-    return [
-        f"--to '{to}' is no target{did_you_mean(to, (*WRITTEN, *PLANNED))}; this version writes {', '.join(WRITTEN)}"
-    ]
-
-
 def _engine(text: str | None) -> Engine | None:
     return next((engine for engine in get_args(Engine) if engine == text), None)
 
@@ -176,10 +122,3 @@ def _named(file: Path, problem: str) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
