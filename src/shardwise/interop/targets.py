@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import PlanError
+from shardwise.interop.accelerate_yaml import export_accelerate
 from shardwise.interop.deepspeed.export import export_deepspeed, export_losses, export_notes
 from shardwise.interop.exported import Exported
+from shardwise.interop.fabric_script import export_fabric
 from shardwise.interop.pytorch.eject import eject
+from shardwise.interop.titan_config import export_titan
+from shardwise.interop.trainer_json import export_trainer
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 from shardwise.train.data.corpus import Corpus
@@ -52,7 +56,28 @@ def _deepspeed(plan: Plan, config: Config | None, clip_norm: float | None, outpu
     return Exported(text, export_losses(plan), export_notes(plan), document)
 
 
+def _accelerate(plan: Plan, config: Config | None, clip_norm: float | None, output: Path | None) -> Exported:
+    return export_accelerate(plan, clip_norm)
+
+
+def _trainer(plan: Plan, config: Config | None, clip_norm: float | None, output: Path | None) -> Exported:
+    assert config is not None
+    return export_trainer(plan, config, clip_norm)
+
+
+def _fabric(plan: Plan, config: Config | None, clip_norm: float | None, output: Path | None) -> Exported:
+    return export_fabric(plan, clip_norm)
+
+
+def _titan(plan: Plan, config: Config | None, clip_norm: float | None, output: Path | None) -> Exported:
+    return export_titan(plan, config, clip_norm)
+
+
 TARGETS = {
     "pytorch": Target(_pytorch, clips=False, needs_config=True),
+    "accelerate": Target(_accelerate),
+    "trainer": Target(_trainer, clips=False, needs_config=True),
+    "fabric": Target(_fabric),
+    "torchtitan": Target(_titan),
     "deepspeed": Target(_deepspeed),
 }
