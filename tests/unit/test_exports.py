@@ -97,7 +97,7 @@ class TestAccelerate:
     @pytest.mark.parametrize("strategy", ["zero1", "fsdp+pp2"])
     def test_without_an_equivalent(self, strategy: str) -> None:
         dims = {"pp": 2, "dp_shard": 4} if "pp" in strategy else {"dp_replicate": 8}
-        with pytest.raises(PlanError, match="Accelerate|accelerate"):
+        with pytest.raises(PlanError, match=r"Accelerate|accelerate"):
             export_accelerate(plan_of(strategy, dims=dims), None)
 
 

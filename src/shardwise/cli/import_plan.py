@@ -14,20 +14,25 @@ from shardwise.cli.arguments import Json
 from shardwise.cli.plan_request import choice_problems, find_cluster
 from shardwise.cli.written_file import write_file
 from shardwise.errors import PlanError, UserError
-from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
+from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed
 from shardwise.interop.deepspeed.optimizer_section import FileKey
+from shardwise.interop.files.import_file import FORMATS, config_document, format_of, import_file, read_file
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Engine
 
+TOOLS = ("deepspeed", *FORMATS)
+
 
 def run_import(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed configuration file.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration of a trainer.", show_default=False)],
+    tool: Annotated[str | None, typer.Option(help=f"Whose file it is: {', '.join(TOOLS)}; found if left out.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks; default: from the file's batch keys.", min=1)] = None,
     cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a TOML file.")] = None,
     engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the equivalent PyTorch strategy.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27)] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective or full (not in the file).")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="File for the config of train.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run ``shardwise import``.
@@ -36,7 +41,11 @@ def run_import(
         UserError: every invalid argument and every error in the file.
     """
     problems = choice_problems(
-        [("--engine", engine, get_args(Engine)), ("--recompute", recompute, get_args(Recompute))]
+        [
+            ("--engine", engine, get_args(Engine)),
+            ("--recompute", recompute, get_args(Recompute)),
+            ("--tool", tool, TOOLS),
+        ]
     )
     if nproc is not None and cluster is not None:
         problems.append(f"--nproc {nproc} and --cluster {cluster} both say how many ranks there are; leave one out")
@@ -47,14 +56,19 @@ def run_import(
         raise UserError(*problems, *error.problems) from None  # without the ranks, the file cannot be checked
     given = {"seq_len": seq_len, "recompute": recompute if recompute in get_args(Recompute) else None}
     try:
-        result = import_deepspeed(
-            read_document(file),
-            ranks=nproc if found is None else found.world_size,
-            device=None if found is None else found.device,
-            here="cpu" if found is not None else find_cluster(None).device,
-            engine=None if problems else _engine(engine),
-            given={key: value for key, value in given.items() if value is not None},
-        )
+        document = read_file(file)
+        kind = format_of(file, document) if tool is None or problems else tool
+        common: dict[str, Any] = {
+            "ranks": nproc if found is None else found.world_size,
+            "device": None if found is None else found.device,
+            "here": "cpu" if found is not None else find_cluster(None).device,
+            "given": {key: value for key, value in given.items() if value is not None},
+        }
+        if kind == "deepspeed":
+            result = import_deepspeed(document, engine=None if problems else _engine(engine), **common)
+        else:
+            problems += [f"--engine {engine} is for DeepSpeed's files; leave it out"] if engine is not None else []
+            result = import_file(kind, document, **common)
     except PlanError as error:
         raise PlanError(*problems, *(_named(file, problem) for problem in error.problems)) from None
     if problems:
@@ -64,6 +78,11 @@ def run_import(
     if output is not None:
         write_file(output, plan.to_toml())
         print(f"plan: {output} (shardwise train CONFIG --plan {output})", file=sys.stderr if as_json else sys.stdout)
+    if config_file is not None:
+        import tomli_w
+
+        write_file(config_file, tomli_w.dumps(config_document(result.keys)))
+        print(f"config: {config_file}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(import_json(result, plan), ensure_ascii=False))
 
@@ -82,6 +101,10 @@ def print_import(result: Imported, plan: Plan, stream: Any) -> None:
     section("not taken over", result.not_taken)
     section("without effect on the plan", result.no_effect)
     section("left to you", result.open)
+    if result.means:
+        print("what it does there", file=stream)
+    for line in result.means:
+        print(f"  {line}", file=stream)
     print("for the config file", file=stream)
     for line in config_lines(result.keys):
         print(f"  {line}", file=stream)
@@ -108,6 +131,7 @@ def import_json(result: Imported, plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "ranks_from": result.ranks_from,
         "config": result.keys,
+        "means": result.means,
         **{kind: [{"key": r.key, "value": r.value, "why": r.why} for r in getattr(result, kind)] for kind in kinds},
     }
 

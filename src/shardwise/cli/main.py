@@ -169,8 +169,8 @@ _verb(
 _verb(
     "import",
     "import_plan:run_import",
-    "Import a DeepSpeed configuration as a plan; every key is imported, or listed with the reason.\n\n"
-    "Example: shardwise import ds_config.json --nproc 8 -o plan.toml",
+    "Import another trainer's configuration as a plan and a config; each key is taken, or listed with the reason.\n\n"
+    "Example: shardwise import axolotl.yaml --nproc 8 -o plan.toml --config config.toml",
 )
 _verb(
     "verify",
