@@ -131,6 +131,8 @@ def finish_accelerate(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.problems.append("distributed_type is missing; Accelerate needs it")
     reading.plan["device"] = "cpu" if cpu else "cuda"
     reading.ranks = whole(values.get("num_processes") or 1)
+    if values.get("fp16") and "mixed_precision" not in values:
+        reading.plan["precision"] = "fp16"
     if kind == "FSDP":
         fsdp_strategy(reading, values.get("fsdp_config") or {}, cpu=cpu, default_version=1)
     elif kind == "DEEPSPEED":
@@ -177,10 +179,14 @@ def _deepspeed(reading: Reading, table: Mapping[str, Any]) -> None:
 
 
 def _axes(reading: Reading, table: Mapping[str, Any]) -> None:
-    sizes = {axis: whole(table.get(f"parallelism_config_{axis}_size") or 1) for axis in ("dp_replicate", "tp", "cp")}
+    sizes = {
+        axis: whole(table.get(f"parallelism_config_{axis}_size") or 1)
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+    }
     strategy = reading.plan["strategy"]
     if sizes["dp_replicate"] > 1 and strategy.startswith("fsdp"):
         reading.plan["dp_replicate"] = sizes["dp_replicate"]
+        reading.plan |= {"dp_shard": sizes["dp_shard"]} if sizes["dp_shard"] > 1 else {}
         strategy = strategy.replace("fsdp", "hsdp", 1)
     strategy += "".join(f"+{axis}{sizes[axis]}" for axis in ("tp", "cp") if sizes[axis] > 1)
     reading.plan["strategy"] = strategy

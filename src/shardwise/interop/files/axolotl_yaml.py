@@ -237,7 +237,10 @@ def _template(reading: Reading, key: str, value: Any) -> None:
 
 
 def _special_tokens(reading: Reading, key: str, value: Any) -> None:
-    for name, one in value.items() if isinstance(value, Mapping) else ():
+    if not isinstance(value, Mapping):
+        reading.refuse(key, value, "must be a table")
+        return
+    for name, one in value.items():
         rule = (
             idle("padding has no label and no attention")
             if name == "pad_token"
@@ -355,15 +358,10 @@ def finish_axolotl(reading: Reading, values: Mapping[str, Any]) -> None:
         if epochs != int(epochs) or epochs < 1:
             reading.refuse("num_epochs", epochs, "train.epochs is a whole number; round it, or set max_steps")
     warm_up(reading, values)
-    for target, key in (("checkpoint.every", "save_steps"), ("train.eval_every", "eval_steps")):
-        if values.get(key):
-            whole_steps = number(values[key]) >= 1
-            if whole_steps:
-                reading.put(target, whole(values[key]))
-            else:
-                reading.open.append(
-                    FileKey(key, values[key], f"a share of all steps; set {target} to a number of steps")
-                )
+    for target, key in (("checkpoint.every", "save"), ("train.eval_every", "eval")):
+        _every(reading, target, key, values)
+    if values.get("batch_size") and not values.get("gradient_accumulation_steps"):
+        reading.plan["grad_accum"] = max(1, whole(values["batch_size"]) // reading.plan.get("micro_batch", 1))
     wanted = {"wandb": ("use_wandb", "wandb_project"), "trackio": ("use_trackio", "trackio_project_name")}
     trackers = [name for name, names in wanted.items() if any(values.get(one) for one in names)]
     trackers += ["tensorboard"] if values.get("use_tensorboard") else []
@@ -372,6 +370,16 @@ def finish_axolotl(reading: Reading, values: Mapping[str, Any]) -> None:
     _samples(reading, values)
     settle_sources(reading)
     _strategy(reading, values)
+
+
+def _every(reading: Reading, target: str, kind: str, values: Mapping[str, Any]) -> None:
+    """Set the steps between saves or evaluations, where they are steps."""
+    strategy, steps = values.get(f"{kind}_strategy"), values.get(f"{kind}_steps")
+    if strategy == "epoch" or (strategy in (None, "steps") and steps and number(steps) < 1):
+        what = "steps of an epoch" if strategy == "epoch" else "a share of all steps"
+        reading.open.append(FileKey(f"{kind}_steps", steps or strategy, f"{what}; set {target} to a number of steps"))
+    elif strategy in (None, "steps") and steps:
+        reading.put(target, whole(steps))
 
 
 def _precision(reading: Reading, values: Mapping[str, Any]) -> None:
@@ -411,7 +419,12 @@ def _strategy(reading: Reading, values: Mapping[str, Any]) -> None:
         asked = " ".join(values["fsdp"]) if isinstance(values.get("fsdp"), list) else str(values.get("fsdp") or "")
         if "shard_grad_op" in asked:
             options.setdefault("sharding_strategy", "shard_grad_op")
-        version = values.get("fsdp_version") or options.get("fsdp_version") or (2 if not values.get("fsdp") else 1)
+        version = (
+            values.get("fsdp_version")
+            or options.get("fsdp_version")
+            or options.get("version")
+            or (2 if not values.get("fsdp") else 1)
+        )
         fsdp_strategy(reading, {**options, "version": version}, cpu=False, default_version=1)
     sizes = {
         "tp": values.get("tensor_parallel_size"),

@@ -62,7 +62,10 @@ def schedule_rule(reading: Reading, key: str, value: Any) -> None:
 def schedule_options(reading: Reading, key: str, value: Any) -> None:
     """Take the options of a schedule that have a key here."""
     names = {"min_lr_rate": "optimizer.min_lr_ratio", "min_lr_ratio": "optimizer.min_lr_ratio"}
-    for name, one in (value if isinstance(value, Mapping) else {}).items():
+    if not isinstance(value, Mapping):
+        reading.refuse(key, value, "must be a table")
+        return
+    for name, one in value.items():
         if name in names:
             takes(names[name], number)(reading, f"{key}.{name}", one)
         elif name == "num_decay_steps":
@@ -228,6 +231,8 @@ def finish_arguments(reading: Reading, values: Mapping[str, Any]) -> None:
     else:
         epochs = values.get("num_train_epochs")
         reading.put("train.epochs", max(1, int(number(3 if epochs is None else epochs))))
+    if values.get("use_cpu"):
+        reading.plan["device"] = "cpu"
     warm_up(reading, values)
     if values.get("save_strategy", "steps") == "steps" and values.get("save_steps"):
         _every(reading, "checkpoint.every", "save_steps", values)

@@ -175,7 +175,10 @@ def _plan(reading: Reading, ranks: int, device: DeviceType) -> Plan:
             raise PlanError(f"global batch {total} is not a multiple of micro batch {micro} × dp {dims.dp}")
         read["grad_accum"] = total // (micro * dims.dp)
     table = {key.partition(".")[2]: value for key, value in reading.keys.items() if key.startswith("lora.")}
-    adapter = LoraTable.model_validate(table).options if strategy.adapter != "none" else None
+    try:
+        adapter = LoraTable.model_validate(table).options if strategy.adapter != "none" else None
+    except ValidationError as error:
+        raise PlanError(*(f"lora.{explain(item, LoraTable)}" for item in error.errors())) from None
     options = {key.partition(".")[2]: value for key, value in reading.keys.items() if key.startswith("parallel.")}
     read |= {"device": device, "seq_len": reading.keys.get("data.seq_len"), "adapter": adapter, **options}
     in_backward = reading.keys.get("optimizer.in_backward", False)

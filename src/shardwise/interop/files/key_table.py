@@ -136,7 +136,10 @@ def read_keys(
         if value is None:
             reading.no_effect.append(FileKey(key, "", EMPTY))
         else:
-            rules[name](reading, key, value)
+            try:
+                rules[name](reading, key, value)
+            except (ValueError, TypeError, AttributeError) as error:
+                reading.refuse(key, value, str(error))
 
 
 def number(value: Any) -> float:

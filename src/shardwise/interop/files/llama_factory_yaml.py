@@ -146,9 +146,7 @@ def finish_llama_factory(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.means.append("packing without neat_packing: documents of a sample see each other there, and not here")
     if not pretrains:
         reading.put("data.loss_on", "all" if values.get("train_on_prompt") else "assistant")
-    if values.get("disable_gradient_checkpointing"):
-        reading.plan["recompute"] = "none"
-    else:
+    if not values.get("disable_gradient_checkpointing"):
         reading.plan["recompute"] = "full"
         reading.means.append(
             "recompute full: LLaMA-Factory checkpoints activations unless disable_gradient_checkpointing"

@@ -258,7 +258,10 @@ def finish_titan(reading: Reading, values: Mapping[str, Any]) -> None:
     reading.put("optimizer.schedule", "wsd" if ratio is not None else "cosine" if shape == "cosine" else "linear")
     if ratio is not None:
         reading.put("optimizer.decay_fraction", number(ratio))
-    narrow = get("training", "mixed_precision_param", "bfloat16") == "bfloat16"
+    dtype = get("training", "mixed_precision_param", "bfloat16")
+    if dtype not in ("bfloat16", "float32"):
+        reading.refuse("training.mixed_precision_param", dtype, "must be bfloat16 or float32")
+    narrow = dtype == "bfloat16"
     reading.plan |= {"precision": "bf16" if narrow else "fp32", "device": "cuda"}
     reading.plan.setdefault("recompute", "selective")
     if reading.plan["recompute"] == "selective" and str(
