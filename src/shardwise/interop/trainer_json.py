@@ -133,6 +133,10 @@ def _optimizer_keys(table: OptimizerTable, steps: int | None) -> tuple[dict[str,
         else:
             ends = {"num_decay_steps": round(table.decay_fraction * steps), "min_lr_ratio": table.min_lr_ratio}
             keys["lr_scheduler_kwargs"] = {**ends, "decay_type": "linear"}
+        if table.min_lr_ratio and table.warmup_steps:
+            lost.append(
+                f"optimizer.warmup_steps: Trainer's warm-up begins at {table.min_lr_ratio:g} × lr with wsd, not at 0"
+            )
     if table.schedule != "constant" or table.warmup_steps:
         lost.append(
             "the rate of each step: Trainer's first step has the rate of step 0, so its rates come a step later"
