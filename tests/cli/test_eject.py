@@ -42,7 +42,11 @@ ONE_RANK: list[Case] = [
     ("ddp", {}, {}),
     ("fsdp", {"strategy": "fsdp"}, {}),
     # rows of conversations, isolated; the last batch is not full
-    ("chat", {"micro_batch": 3}, {"data": {"path": "chats.jsonl", "chat_template": "chatml"}, "train": {"epochs": 2}}),
+    (
+        "chat",
+        {"micro_batch": 3},
+        {"data": {"path": "chats.jsonl", "chat_template": "chatml", "seq_len": 64}, "train": {"epochs": 2}},
+    ),
 ]
 TWO_RANKS: list[Case] = [
     ("ddp2", {"grad_accum": 2}, {}),

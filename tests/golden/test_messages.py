@@ -248,7 +248,7 @@ IMPORTS = {
 }
 WORDS = {
     **{name: ["import", *words] for name, words in IMPORTS.items()},
-    "export to what is not written": ["export", "nowhere.toml", "--to", "torchtitan"],
+    "export to what is not written": ["export", "nowhere.toml", "--to", "onnx"],
     "export to a target that is misspelt": ["export", "nowhere.toml", "--to", "depspeed"],
     **{name: ["plan", *words] for name, words in PLANS.items()},
     "verify with adapters": ["verify", "config.toml", "--strategy", "fsdp+lora", "--strategy", "ddp+qlora"],
