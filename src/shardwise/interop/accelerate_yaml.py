@@ -14,6 +14,7 @@ from shardwise.units import counted
 TOOL = "accelerate"
 _HAS = {"recompute", "compile", "offload", "nvme", "nvme_path", "+tp", "+cp"}
 _WHYS = {
+    "gradient_sync": "give Accelerator a GradientAccumulationPlugin with sync_each_batch=True",
     "adapter": "wrap the model with peft in your script",
     "find_unused_parameters": "give Accelerator a DistributedDataParallelKwargs",
     "static_graph": "give Accelerator a DistributedDataParallelKwargs",
