@@ -78,7 +78,10 @@ def cost_differences(target: str, plan: Plan) -> list[str]:
         if narrow:
             found.append(f"gradients are reduced in {plan.precision}: half of the bytes of each reduce-scatter")
         if plan.parsed.base != "zero2":
-            found.append("the root is resharded after the forward, too: one more gather of the embedding and the head")
+            found.append(
+                "an embedding that is not tied is a unit of its own, resharded after the forward and gathered again: "
+                "less memory than here, where it stays gathered with the root"
+            )
     if target == "trainer" and plan.loss_chunks > 1:
         found.append("the loss is computed on all logits of a micro batch at once")
     if target == "deepspeed" and plan.parsed.engine == "torch":
