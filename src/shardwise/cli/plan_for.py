@@ -12,18 +12,24 @@ from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.interop.exported import Exported
 from shardwise.interop.targets import TARGETS, export_to
 from shardwise.plan.plan import Plan
-from shardwise.search.candidate import Candidate
-from shardwise.search.search import SearchResult
+from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.train.config import read_config
 
 PLANNED_FOR = tuple(name for name in TARGETS if name != "pytorch")
 CLIP_NORM = 1.0
 
 
-def target_problems(target: str | None, model: str, *, as_json: bool) -> list[str]:
-    """List why there is no answer for a tool."""
-    if target is None:
-        return []
+def check_target(target: str | None, model: str, *, as_json: bool) -> None:
+    """Refuse a tool for which there is no answer.
+
+    Raises:
+        UserError: it is not known, needs a config, or ``as_json`` is set.
+    """
+    if target is not None and (problems := _problems(target, model, as_json=as_json)):
+        raise UserError(*problems)
+
+
+def _problems(target: str, model: str, *, as_json: bool) -> list[str]:
     if target not in PLANNED_FOR:
         return [f"--for '{target}' is not a tool{did_you_mean(target, PLANNED_FOR)}; they are {', '.join(PLANNED_FOR)}"]
     problems = [f"--for {target} prints a file beside the answer, and --json has no place for it"] if as_json else []

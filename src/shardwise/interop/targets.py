@@ -12,13 +12,10 @@ from shardwise.interop.accelerate_yaml import export_accelerate
 from shardwise.interop.deepspeed.export import export_deepspeed, export_losses, export_notes
 from shardwise.interop.exported import Exported
 from shardwise.interop.fabric_script import export_fabric
-from shardwise.interop.pytorch.eject import eject
 from shardwise.interop.titan_config import export_titan
 from shardwise.interop.trainer_json import export_trainer
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
-from shardwise.train.data.corpus import Corpus
-from shardwise.train.tasks.registry import prepare_data
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,10 @@ def export_to(name: str, plan: Plan, config: Config | None, clip_norm: float | N
 
 
 def _pytorch(plan: Plan, config: Config | None, clip_norm: float | None, output: Path | None) -> Exported:
+    from shardwise.interop.pytorch.eject import eject  # with torch, which no other target needs
+    from shardwise.train.data.corpus import Corpus
+    from shardwise.train.tasks.registry import prepare_data
+
     assert config is not None
     corpus = prepare_data(config, Path(config.train.output) / "data", lambda text: None)
     if not isinstance(corpus, Corpus):

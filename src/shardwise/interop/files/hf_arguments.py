@@ -275,7 +275,7 @@ def warm_up(reading: Reading, values: Mapping[str, Any]) -> None:
     """Set the steps of the warm-up; a share of the run needs the number of its steps."""
     steps, ratio = number(values.get("warmup_steps") or 0), number(values.get("warmup_ratio") or 0)
     share = steps if 0 < steps < 1 else ratio if not steps else 0.0
-    total = reading.keys.get("train.steps")
+    total: Any = reading.keys.get("train.steps")
     if share and total is None:
         reading.open.append(
             FileKey("warmup", share, "a share of all steps; set optimizer.warmup_steps once they are known")

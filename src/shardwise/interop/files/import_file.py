@@ -93,7 +93,7 @@ def _parse_yaml(text: str) -> Any:
     """Parse YAML without tags of Python's, and without keys that occur twice."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         """Loader that refuses a key that occurs twice."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
