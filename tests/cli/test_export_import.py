@@ -104,7 +104,7 @@ class TestExport:
         assert "nowhere.toml" in said
 
     def test_an_output_that_cannot_be(self, plan_file: Path, tmp_path: Path, capsys: Any) -> None:
-        shardwise("export", str(plan_file), "--to", "deepspeed", "-o", str(tmp_path), code=2)
+        shardwise("export", str(plan_file), "--to", "deepspeed", "--lossy", "-o", str(tmp_path), code=2)
         assert "cannot be written" in capsys.readouterr().err
 
 
