@@ -188,7 +188,11 @@ def _optimizer(table: OptimizerTable, *, zero1: bool) -> str:
         chosen = {key: tuple(value) if key == "betas" else value for key, value in chosen.items()}
         options = {"lr": "LR", **{key: py(value) for key, value in {**chosen, **spec.arguments}.items()}}
     written = ", ".join(f"{key}={value}" for key, value in options.items())
-    return f"ZeroRedundancyOptimizer(parameters, {made}, {written})" if zero1 else f"{made}(parameters, {written})"
+    name, arguments = (
+        ("ZeroRedundancyOptimizer", f"parameters, {made}, {written}") if zero1 else (made, f"parameters, {written}")
+    )
+    line = f"{name}({arguments})"
+    return line if len(line) + len("    optimizer = ") <= _WIDTH else f"{name}(\n        {arguments}\n    )"
 
 
 def _parallel_parts(plan: Plan, config: Config) -> dict[str, Any]:
