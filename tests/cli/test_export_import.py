@@ -58,17 +58,17 @@ def plan_file(tmp_path: Path) -> Path:
 
 class TestExport:
     def test_stdout_is_the_configuration_and_nothing_else(self, plan_file: Path, capsys: Any) -> None:
-        shardwise("export", str(plan_file), "--to", "deepspeed")
+        shardwise("export", str(plan_file), "--to", "deepspeed", "--lossy")
         said = capsys.readouterr()
         config = json.loads(said.out)
         assert config["zero_optimization"]["stage"] == 3
         assert config["train_batch_size"] == 24
         assert config["gradient_clipping"] == 1.0
-        assert "note: recompute full" in said.err
+        assert "lost: recompute full" in said.err
 
     def test_into_a_file_and_back(self, plan_file: Path, tmp_path: Path, capsys: Any) -> None:
         there, back = tmp_path / "ds.json", tmp_path / "back.toml"
-        shardwise("export", str(plan_file), "--to", "deepspeed", "--clip-norm", "0", "-o", str(there))
+        shardwise("export", str(plan_file), "--to", "deepspeed", "--clip-norm", "0", "--lossy", "-o", str(there))
         assert json.loads(there.read_text())["gradient_clipping"] == 0
         shardwise("import", str(there), "-o", str(back))
         assert read_plan(back).fingerprint == PLAN.fingerprint
@@ -78,17 +78,24 @@ class TestExport:
         assert not said.err
 
     def test_json(self, plan_file: Path, tmp_path: Path, capsys: Any) -> None:
-        shardwise("export", str(plan_file), "--to", "deepspeed", "--json", "-o", str(tmp_path / "ds.json"))
+        shardwise("export", str(plan_file), "--to", "deepspeed", "--json", "--lossy", "-o", str(tmp_path / "ds.json"))
         said = capsys.readouterr()
         answer = json.loads(said.out)
         assert answer["config"] == json.loads((tmp_path / "ds.json").read_text())
         assert (answer["fingerprint"], answer["ranks"]) == (PLAN.fingerprint, 4)
         assert "deepspeed: " in said.err
 
-    @pytest.mark.parametrize("target", ["pytorch", "accelerate", "torchtitan"])
-    def test_other_targets_are_not_written(self, target: str, plan_file: Path, capsys: Any) -> None:
-        shardwise("export", str(plan_file), "--to", target, code=2)
-        assert "this version does not write it" in capsys.readouterr().err
+    def test_what_is_lost_needs_consent(self, plan_file: Path, tmp_path: Path, capsys: Any) -> None:
+        there = tmp_path / "ds.json"
+        shardwise("export", str(plan_file), "--to", "deepspeed", "-o", str(there), code=1)
+        assert not there.exists()
+        assert "accept with --lossy" in capsys.readouterr().err
+
+    def test_a_target_that_needs_a_config(self, plan_file: Path, capsys: Any) -> None:
+        shardwise("export", str(plan_file), "--to", "trainer", "train.steps=3", code=2)
+        assert "override 'train.steps=3' is of a config" in capsys.readouterr().err
+        shardwise("export", str(plan_file), "--to", "pytorch", code=2)
+        assert "add --config CONFIG.toml" in capsys.readouterr().err
 
     def test_the_target_and_the_plan_are_wrong(self, tmp_path: Path, capsys: Any) -> None:
         shardwise("export", str(tmp_path / "nowhere.toml"), "--to", "depspeed", code=2)
@@ -97,7 +104,7 @@ class TestExport:
         assert "nowhere.toml" in said
 
     def test_an_output_that_cannot_be(self, plan_file: Path, tmp_path: Path, capsys: Any) -> None:
-        shardwise("export", str(plan_file), "--to", "deepspeed", "-o", str(tmp_path), code=2)
+        shardwise("export", str(plan_file), "--to", "deepspeed", "--lossy", "-o", str(tmp_path), code=2)
         assert "cannot be written" in capsys.readouterr().err
 
 
@@ -137,6 +144,7 @@ class TestImport:
         ("words", "message"),
         [
             (["nowhere.json"], "give the path of a DeepSpeed configuration"),
+            (["--tool", "axolotll"], "did you mean 'axolotl'?"),
             (["--nproc", "4", "--cluster", "2xcpu"], "leave one out"),
             (["--engine", "torhc"], "did you mean 'torch'?"),
             (["--recompute", "ful"], "did you mean 'full'?"),

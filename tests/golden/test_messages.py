@@ -257,7 +257,7 @@ IMPORTS = {
 }
 WORDS = {
     **{name: ["import", *words] for name, words in IMPORTS.items()},
-    "export to what is not written": ["export", "nowhere.toml", "--to", "torchtitan"],
+    "export to what is not written": ["export", "nowhere.toml", "--to", "onnx"],
     "export to a target that is misspelt": ["export", "nowhere.toml", "--to", "depspeed"],
     **{name: ["plan", *words] for name, words in PLANS.items()},
     "verify with adapters": ["verify", "config.toml", "--strategy", "fsdp+lora", "--strategy", "ddp+qlora"],
@@ -433,7 +433,7 @@ def test_interrupted_before_there_are_ranks(shared: Path, tmp_path: Path) -> Non
 
 
 def test_interrupted_in_any_other_verb(shared: Path, tmp_path: Path) -> None:
-    with mock.patch("shardwise.cli.exchange.read_plan", side_effect=KeyboardInterrupt):
+    with mock.patch("shardwise.cli.export_plan.read_plan", side_effect=KeyboardInterrupt):
         found = run_case("export to what is not written", shared, tmp_path)
     assert found == {"exit_code": 130, "message": "shardwise: interrupted\n"}
 

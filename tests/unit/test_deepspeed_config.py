@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.errors import PlanError
 from shardwise.interop.deepspeed.batch_sizes import solve_batch
-from shardwise.interop.deepspeed.export import beside, export_deepspeed, export_notes, twin_problems
+from shardwise.interop.deepspeed.export import beside, export_deepspeed, export_losses, export_notes, twin_problems
 from shardwise.interop.deepspeed.import_config import (
     BESIDE,
     BESIDE_KEYS,
@@ -167,7 +167,7 @@ class TestRoundTrip:
 
     def test_what_is_not_said_by_deepspeed_is_said_in_words(self) -> None:
         plan = plan_of("fsdp+offload+lora", precision="bf16", recompute="full", seq_len=64, adapter=AdapterOptions())
-        notes = "\n".join(export_notes(plan))
+        notes = "\n".join([*export_notes(plan), *export_losses(plan)])
         for key in set(beside(plan)) - {"device", "strategy"}:
             assert f"{key} " in notes
         assert "2 ranks" in notes

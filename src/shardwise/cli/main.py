@@ -162,15 +162,15 @@ _verb(
 )
 _verb(
     "export",
-    "exchange:run_export",
-    "Export a plan as another tool's configuration, and list what it cannot express.\n\n"
-    "Example: shardwise export plan.toml --to deepspeed -o ds_config.json",
+    "export_plan:run_export",
+    "Export a plan as another tool's configuration, or eject it as one file of plain PyTorch; list what is lost.\n\n"
+    "Example: shardwise export plan.toml --to pytorch --config examples/stdlib.toml -o train.py",
 )
 _verb(
     "import",
-    "exchange:run_import",
-    "Import a DeepSpeed configuration as a plan; every key is imported, or listed with the reason.\n\n"
-    "Example: shardwise import ds_config.json --nproc 8 -o plan.toml",
+    "import_plan:run_import",
+    "Import another trainer's configuration as a plan and a config; each key is taken, or listed with the reason.\n\n"
+    "Example: shardwise import axolotl.yaml --nproc 8 -o plan.toml --config config.toml",
 )
 _verb(
     "verify",

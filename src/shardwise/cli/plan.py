@@ -15,6 +15,7 @@ from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
 from shardwise.cli.plan_config import is_config, profile_of_model
+from shardwise.cli.plan_for import check_target, print_for
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_question import write_plan_file
 from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options
@@ -39,6 +40,7 @@ def run_plan(
     listed: Annotated[
         str | None, typer.Option("--list", metavar="models|gpus", help="Print the names that are known, and exit.")
     ] = None,
+    target: Annotated[str | None, typer.Option("--for", help="Print the plan that a tool runs, and its file.")] = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
@@ -56,6 +58,7 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
+    check_target(target, str(words["model"]), as_json=as_json)
     request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
     console = answer_console(as_json)
     for line in notes:
@@ -83,6 +86,8 @@ def run_plan(
     print_candidates(profile, request.cluster, result, console)
     print_recommendation(profile, request.cluster, result, prices, console)
     best = result.candidates[result.recommended or 0]
+    if target is not None and result.recommended is not None:
+        best = print_for(target, request, result, console)
     proof = None
     if prove:
         from shardwise.cli.prove import prove_candidate
@@ -91,13 +96,18 @@ def run_plan(
     if as_json:
         answer = document(profile, request.cluster, request.workload, result, proof, notes=notes, prices=prices)
         print(answer.model_dump_json(by_alias=True))
-    if output is not None and result.recommended is None and request.strategy is None:
-        console.print(f"-o {output}: not written, because nothing fits", markup=False)
-    elif output is not None:
-        write_plan_file(output, best.plan.to_toml(), request)
-        console.print(f"plan: {output} (shardwise explain {output})", markup=False)
+    if output is not None:
+        _write(output, best.plan.to_toml(), request, result.recommended is not None, console)
     if result.recommended is None:
         raise DoesNotFit(_verdict(request))
+
+
+def _write(output: Path, plan: str, request: PlanRequest, fits: bool, console: Console) -> None:
+    if not fits and request.strategy is None:
+        console.print(f"-o {output}: not written, because nothing fits", markup=False)
+        return
+    write_plan_file(output, plan, request)
+    console.print(f"plan: {output} (shardwise explain {output})", markup=False)
 
 
 def answer_console(as_json: bool) -> Console:

@@ -11,7 +11,6 @@ from shardwise.plan.plan import Plan, axis_problems
 from shardwise.units import counted
 
 _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
-    "seq_len": "split samples to this length",
     "recompute": "recompute the blocks in the model's code",
     "compile": "call torch.compile on the blocks",
     "prefetch": "DeepSpeed gathers ahead by elements instead, stage3_prefetch_bucket_size",
@@ -76,7 +75,8 @@ def export_notes(plan: Plan) -> list[str]:
     notes = [
         f"launch it on {counted(plan.dims.world_size, 'rank')}: DeepSpeed's configuration does not contain the number"
     ]
-    notes += [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
+    if "seq_len" in kept:
+        notes.append(f"seq_len {kept['seq_len']}: split samples to this length")
     notes.append("the optimizer is your script's: deepspeed.initialize(optimizer=...)")
     if strategy.engine == "torch":
         notes.append(f"the plan runs on PyTorch; this is its twin, deepspeed-zero{STAGES[strategy.base]}")
@@ -87,6 +87,12 @@ def export_notes(plan: Plan) -> list[str]:
         if strategy.offload and strategy.base == "zero2":
             notes.append("DeepSpeed's stage 2 keeps full parameters on the device, PyTorch's zero2+offload does not")
     return notes
+
+
+def export_losses(plan: Plan) -> list[str]:
+    """List what a custom script has to do, since DeepSpeed has no key for it; one line each."""
+    kept = beside(plan)
+    return [f"{key} {_text(kept[key])}: {do}" for key, do in _ITS_OWN.items() if key in kept]
 
 
 def _text(value: object) -> str:

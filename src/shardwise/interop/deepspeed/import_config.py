@@ -49,7 +49,7 @@ class Imported:
     ``taken`` names the part of the plan or the config key that a key became; ``same`` has keys of DeepSpeed's
     internals for which Shardwise gives DeepSpeed the same value; ``not_taken`` those for which it does not;
     ``no_effect`` keys that only print or record; ``open`` keys to be set by hand. ``keys`` go into a config file,
-    ``table.key`` → value.
+    ``table.key`` → value. ``means`` are lines where the file does something else than it seems to say.
     """
 
     plan: Plan
@@ -60,6 +60,7 @@ class Imported:
     not_taken: list[FileKey]
     no_effect: list[FileKey]
     open: list[FileKey]
+    means: list[str] = field(default_factory=list)
 
 
 def read_document(path: Path) -> dict[str, Any]:

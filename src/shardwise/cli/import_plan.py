@@ -1,4 +1,4 @@
-"""Verbs ``shardwise export`` and ``import``: a plan to and from another tool's config."""
+"""Verb ``shardwise import``: another tool's configuration as a plan and keys of a config."""
 
 from __future__ import annotations
 
@@ -13,66 +13,27 @@ import typer
 from shardwise.cli.arguments import Json
 from shardwise.cli.option_values import choice_problems
 from shardwise.cli.plan_request import find_cluster
-from shardwise.errors import PlanError, UserError, did_you_mean
-from shardwise.interop.deepspeed.export import export_deepspeed, export_notes
-from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed, read_document
+from shardwise.cli.written_file import write_file
+from shardwise.errors import PlanError, UserError
+from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed
 from shardwise.interop.deepspeed.optimizer_section import FileKey
-from shardwise.plan.plan import Plan, Recompute, read_plan
+from shardwise.interop.files.import_file import FORMATS, config_document, format_of, import_file, read_file
+from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Engine
 
-WRITTEN = ("deepspeed",)
-PLANNED = ("pytorch", "accelerate", "torchtitan")
-
-
-def run_export(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file.", show_default=False)],
-    to: Annotated[str, typer.Option(help="Target format: deepspeed (a config for deepspeed.initialize).")],
-    clip_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 disables clipping.", min=0)] = 1.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Output file; default: stdout.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Run ``shardwise export``.
-
-    Without ``output`` and ``as_json`` stdout is the configuration and nothing else.
-
-    Raises:
-        UserError: the target is not supported by this version, the file has no plan or one without an equivalent there,
-            or the output cannot be written.
-    """
-    problems = _target_problems(to)
-    try:
-        plan = read_plan(plan_file)
-        document = {} if problems else export_deepspeed(plan, clip_norm=clip_norm or None)
-    except UserError as error:
-        raise UserError(*problems, *error.problems) from None
-    if problems:
-        raise UserError(*problems)
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    notes = export_notes(plan)
-    clip = "no clipping" if not clip_norm else f"gradients are clipped to {clip_norm:g}"
-    notes.insert(0, f"{clip}: --clip-norm, which a plan does not say")
-    stream = sys.stdout if output is not None and not as_json else sys.stderr
-    print(f"plan: {plan.strategy} on {plan.dims}, {plan.precision}, {plan.batch_equation()}", file=stream)
-    for note in notes:
-        print(f"note: {note}", file=stream)
-    if output is not None:
-        _write(output, text)
-        print(f"deepspeed: {output}", file=stream)
-    if as_json:
-        answer = {"schema": 1, "target": to, "config": document, "fingerprint": plan.fingerprint, "notes": notes}
-        print(json.dumps({**answer, "ranks": plan.dims.world_size, "output": None if output is None else str(output)}))
-    elif output is None:
-        print(text, end="")
+TOOLS = ("deepspeed", *FORMATS)
 
 
 def run_import(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="DeepSpeed configuration file.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration of a trainer.", show_default=False)],
+    tool: Annotated[str | None, typer.Option(help=f"Whose file it is: {', '.join(TOOLS)}; found if left out.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Ranks; default: from the file's batch keys.", min=1)] = None,
     cluster: Annotated[str | None, typer.Option(help="Instead of --nproc: 8xA100-80GB, 2xcpu, or a TOML file.")] = None,
     engine: Annotated[str | None, typer.Option(help="deepspeed, or torch for the equivalent PyTorch strategy.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sample.", min=1, max=2**27)] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective or full (not in the file).")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File for the plan.")] = None,
+    config_file: Annotated[Path | None, typer.Option("--config", help="File for the config of train.")] = None,
     as_json: Json = False,
 ) -> None:
     """Run ``shardwise import``.
@@ -81,7 +42,11 @@ def run_import(
         UserError: every invalid argument and every error in the file.
     """
     problems = choice_problems(
-        [("--engine", engine, get_args(Engine)), ("--recompute", recompute, get_args(Recompute))]
+        [
+            ("--engine", engine, get_args(Engine)),
+            ("--recompute", recompute, get_args(Recompute)),
+            ("--tool", tool, TOOLS),
+        ]
     )
     if nproc is not None and cluster is not None:
         problems.append(f"--nproc {nproc} and --cluster {cluster} both say how many ranks there are; leave one out")
@@ -92,14 +57,19 @@ def run_import(
         raise UserError(*problems, *error.problems) from None  # without the ranks, the file cannot be checked
     given = {"seq_len": seq_len, "recompute": recompute if recompute in get_args(Recompute) else None}
     try:
-        result = import_deepspeed(
-            read_document(file),
-            ranks=nproc if found is None else found.world_size,
-            device=None if found is None else found.device,
-            here="cpu" if found is not None else find_cluster(None).device,
-            engine=None if problems else _engine(engine),
-            given={key: value for key, value in given.items() if value is not None},
-        )
+        document = read_file(file)
+        kind = format_of(file, document) if tool is None or problems else tool
+        common: dict[str, Any] = {
+            "ranks": nproc if found is None else found.world_size,
+            "device": None if found is None else found.device,
+            "here": "cpu" if found is not None else find_cluster(None).device,
+            "given": {key: value for key, value in given.items() if value is not None},
+        }
+        if kind == "deepspeed":
+            result = import_deepspeed(document, engine=None if problems else _engine(engine), **common)
+        else:
+            problems += [f"--engine {engine} is for DeepSpeed's files; leave it out"] if engine is not None else []
+            result = import_file(kind, document, **common)
     except PlanError as error:
         raise PlanError(*problems, *(_named(file, problem) for problem in error.problems)) from None
     if problems:
@@ -107,8 +77,13 @@ def run_import(
     plan = result.plan.model_copy(update={"reason": f"read from {file.name}"})
     print_import(result, plan, sys.stderr if as_json else sys.stdout)
     if output is not None:
-        _write(output, plan.to_toml())
+        write_file(output, plan.to_toml())
         print(f"plan: {output} (shardwise train CONFIG --plan {output})", file=sys.stderr if as_json else sys.stdout)
+    if config_file is not None:
+        import tomli_w
+
+        write_file(config_file, tomli_w.dumps(config_document(result.keys)))
+        print(f"config: {config_file}", file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(import_json(result, plan), ensure_ascii=False))
 
@@ -127,6 +102,10 @@ def print_import(result: Imported, plan: Plan, stream: Any) -> None:
     section("not taken over", result.not_taken)
     section("without effect on the plan", result.no_effect)
     section("left to you", result.open)
+    if result.means:
+        print("what it does there", file=stream)
+    for line in result.means:
+        print(f"  {line}", file=stream)
     print("for the config file", file=stream)
     for line in config_lines(result.keys):
         print(f"  {line}", file=stream)
@@ -153,18 +132,9 @@ def import_json(result: Imported, plan: Plan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "ranks_from": result.ranks_from,
         "config": result.keys,
+        "means": result.means,
         **{kind: [{"key": r.key, "value": r.value, "why": r.why} for r in getattr(result, kind)] for kind in kinds},
     }
-
-
-def _target_problems(to: str) -> list[str]:
-    if to in WRITTEN:
-        return []
-    if to in PLANNED:
-        return [f"--to {to}: this version does not write it; it writes {', '.join(WRITTEN)}"]
-    return [
-        f"--to '{to}' is no target{did_you_mean(to, (*WRITTEN, *PLANNED))}; this version writes {', '.join(WRITTEN)}"
-    ]
 
 
 def _engine(text: str | None) -> Engine | None:
@@ -177,10 +147,3 @@ def _named(file: Path, problem: str) -> str:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None

@@ -1,0 +1,1 @@
+"""A plan and a config as one file of plain PyTorch."""

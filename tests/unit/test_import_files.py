@@ -1,0 +1,246 @@
+"""Files of other trainers: every key is taken, listed with the reason, or refused; none is accepted and ignored."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.interop.files.import_file import FORMATS, config_document, format_of, import_file, read_file
+from shardwise.interop.files.key_table import Reading, Rules, read_keys
+from shardwise.train.config import Config
+from tests.cli.configs import ROOT
+
+FILES = ROOT / "tests" / "import_files"
+FULL: dict[str, dict[str, Any]] = {
+    "accelerate": {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}},
+    "axolotl": {
+        "base_model": "m",
+        "datasets": [{"path": "d", "type": "chat_template"}],
+        "sequence_len": 8,
+        "micro_batch_size": 1,
+        "learning_rate": 1e-4,
+        "max_steps": 100,
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_target_modules": ["q_proj"],
+        "val_set_size": 0.1,
+    },
+    "llama-factory": {
+        "model_name_or_path": "m",
+        "dataset": "d",
+        "stage": "sft",
+        "max_steps": 100,
+        "fsdp": True,
+        "eval_strategy": "steps",
+        "disable_gradient_checkpointing": True,
+        "val_size": 0.1,
+    },
+    "trainer": {
+        "output_dir": "o",
+        "max_steps": 100,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "fsdp": True,
+        "eval_strategy": "steps",
+    },
+    "torchtitan": {
+        "parallelism": {"pipeline_parallel_degree": 2},
+        "checkpoint": {"enable": True},
+        "validation": {"enable": True},
+    },
+}
+MERELY_SAID = {  # what these keys ask for is so whatever they say, and the row says that
+    "axolotl": {"fsdp_config.auto_wrap_policy", "fsdp_config.transformer_layer_cls_to_wrap"},
+    "llama-factory": {
+        "quantization_method",
+        "fsdp_config.auto_wrap_policy",
+        "fsdp_config.transformer_layer_cls_to_wrap",
+    },
+    "trainer": {"fsdp_config.auto_wrap_policy", "fsdp_config.transformer_layer_cls_to_wrap"},
+    "accelerate": {"num_machines", "fsdp_config.auto_wrap_policy", "fsdp_config.transformer_layer_cls_to_wrap"},
+    "torchtitan": set(),
+}
+VALUES: tuple[Any, ...] = (
+    True, False, 1, 2, 0.5, 0, 40, "no", "epoch", "steps", "full", "bf16", "none", "cpu", "cosine", "never",
+    "zbvzerobubble", "qlora", "lora", "INDUCTOR", "float32", "SHARD_GRAD_OP", "a,b", ["q_proj"], ["full_shard"],
+    {"zero_optimization": {"stage": 2}},
+)  # fmt: skip
+
+
+def told(tool: str, values: Mapping[str, Any]) -> Any:
+    """What an import says apart from its rows: the plan, the config, what it means, what is left, or the problems."""
+    try:
+        found = import_file(tool, values, ranks=8, device="cuda")
+    except PlanError as error:
+        return tuple(error.problems)
+    return found.plan.model_dump_json(), json.dumps(found.keys), found.means, [(row.key, row.why) for row in found.open]
+
+
+def joint(rules: Rules, prefix: str = "") -> list[str]:
+    """The keys whose meaning is for the tool's `finish` to find, those in tables, too."""
+    found = []
+    for key, rule in rules.items():
+        if rule.__qualname__.startswith("part_of"):
+            found.append(f"{prefix}{key}")
+        elif rule.__qualname__.startswith("inner"):
+            table = next(cell.cell_contents for cell in rule.__closure__ or () if isinstance(cell.cell_contents, dict))
+            found += joint(table, f"{key}.")
+    return found
+
+
+@pytest.mark.parametrize("tool", FORMATS)
+def test_what_is_taken_with_others_makes_a_difference(tool: str) -> None:
+    idle = []
+    for key in joint(FORMATS[tool].rules):
+        table, _, name = key.rpartition(".")
+        outcomes = set()
+        for value in VALUES:
+            document = copy.deepcopy(FULL[tool])
+            if table == "deepspeed_config":
+                document |= {"distributed_type": "DEEPSPEED", table: {"zero_stage": 3}}
+            (document.setdefault(table, {}) if table else document)[name] = value
+            if name in ("num_epochs", "num_train_epochs"):
+                del document["max_steps"]
+            if tool == "axolotl" and "fsdp" in key:
+                document.setdefault("fsdp", ["full_shard"])
+            if name == "wandb_project":
+                document["use_wandb"] = False
+            if table == "fsdp_config" and "version" not in name and "sharding" in name:
+                document[table] = {**document[table], "version": 1, "fsdp_version": 1}
+            outcomes.add(str(told(tool, document)))
+        short = key.replace("fsdp_config.fsdp_", "fsdp_config.")
+        if len(outcomes) < 2 and short not in MERELY_SAID[tool]:
+            idle.append(key)
+    assert not idle
+
+
+@pytest.mark.parametrize("tool", FORMATS)
+def test_each_key_has_a_row_or_a_problem(tool: str) -> None:
+    for key in FORMATS[tool].rules:
+        for value in ("x", True, 3, {"y": 1}, ["z"]):
+            reading = Reading(tool)
+            read_keys(reading, {key: value}, FORMATS[tool].rules)
+            rows = [*reading.taken, *reading.not_taken, *reading.no_effect, *reading.open]
+            assert rows or reading.problems, (key, value)
+
+
+@pytest.mark.parametrize("tool", FORMATS)
+def test_a_key_of_nobodys_is_refused(tool: str) -> None:
+    with pytest.raises(PlanError, match=r"no such key of .*correct it or remove it"):
+        import_file(tool, {**FULL[tool], "fsdp_confg": 1}, ranks=8)
+
+
+def test_the_tables_have_every_key_of_the_installed_tools() -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+    from transformers import TrainingArguments
+
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= set(FORMATS["trainer"].rules)
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= set(FORMATS["llama-factory"].rules)
+    for kind in (ClusterConfig, SageMakerConfig):
+        assert {field.name for field in dataclasses.fields(kind)} <= set(FORMATS["accelerate"].rules)
+
+
+EXPECTED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    # file: tool, strategy, fields of the plan, keys of the config
+    "accelerate-fsdp2.yaml": ("accelerate", "zero2+offload", {"precision": "bf16", "recompute": "full"}, {}),
+    "accelerate-fsdp-cpu.yaml": ("accelerate", "ddp", {"device": "cpu"}, {}),
+    "accelerate-zero3.yaml": ("accelerate", "deepspeed-zero3+offload", {"grad_accum": 4}, {"optimizer.clip_norm": 0.5}),
+    "axolotl-qlora.yaml": (
+        "axolotl",
+        "fsdp+qlora",
+        {"micro_batch": 2, "grad_accum": 4, "precision": "bf16", "recompute": "full"},
+        {"data.loss_on": "assistant", "data.pack": "isolated", "lora.rank": 32, "optimizer.betas": [0.9, 0.999]},
+    ),
+    "axolotl-full.yaml": ("axolotl", "ddp", {"micro_batch": 1}, {"data.loss_on": "all", "optimizer.warmup_steps": 20}),
+    "llama-factory-lora.yaml": (
+        "llama-factory",
+        "ddp+lora",
+        {"micro_batch": 1, "grad_accum": 8, "recompute": "full"},
+        {"lora.rank": 8, "lora.alpha": 16.0, "optimizer.schedule": "cosine", "train.epochs": 3},
+    ),
+    "trainer-fsdp.json": (
+        "trainer",
+        "fsdp",
+        {"micro_batch": 4, "precision": "bf16"},
+        {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": 0.1, "train.steps": 500, "train.seed": 42},
+    ),
+    "trainer-fsdp-cpu.json": ("trainer", "ddp", {"micro_batch": 8}, {"train.epochs": 3, "optimizer.lr": 5e-5}),
+    "torchtitan.toml": (
+        "torchtitan",
+        "fsdp+tp2",
+        {"micro_batch": 2, "grad_accum": 4, "precision": "bf16", "recompute": "selective"},
+        {"optimizer.schedule": "wsd", "optimizer.decay_fraction": 0.8, "train.steps": 1000, "checkpoint.every": 500},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file(name: str) -> None:
+    tool, strategy, plan, keys = EXPECTED[name]
+    values = read_file(FILES / name)
+    assert format_of(FILES / name, values) == tool
+    found = import_file(tool, values, ranks=8)
+    assert str(found.plan.parsed) == strategy
+    assert {key: getattr(found.plan, key) for key in plan} == plan
+    assert {key: found.keys.get(key) for key in keys} == keys
+    rows = {row.key for kind in ("taken", "not_taken", "no_effect", "open") for row in getattr(found, kind)}
+    assert leaves(values) <= {row.partition("[")[0] if row.startswith("datasets") else row for row in rows}
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """The dotted keys of a file that are not tables; tables in a list count as their list."""
+    found = set()
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}"}
+    return found
+
+
+def test_what_a_file_means_against_what_it_says() -> None:
+    wanted = {
+        "accelerate-fsdp-cpu.yaml": "trains DDP without a word",
+        "trainer-fsdp-cpu.json": "trains DDP without a word",
+        "accelerate-fsdp2.yaml": "reduced in bf16 there, and in fp32 here",
+        "axolotl-full.yaml": "prompts are labels, too",
+        "llama-factory-lora.yaml": "unless disable_gradient_checkpointing",
+        "trainer-fsdp.json": "no biases and no norms",
+    }
+    for name, words in wanted.items():
+        found = import_file(EXPECTED[name][0], read_file(FILES / name), ranks=8)
+        assert any(words in line for line in found.means), name
+
+
+def test_what_is_not_run_is_refused_all_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        import_file("axolotl", read_file(FILES / "axolotl-not-run.yaml"), ranks=8)
+    for words in ("rl is 'dpo'", "optimizer is 'muon'", "relora", "num_epochs", "datasets[0].type", "lora_rr"):
+        assert any(words in problem for problem in caught.value.problems), words
+
+
+def test_the_config_is_one_of_train_wherever_the_model_and_the_data_are_here() -> None:
+    for name, (tool, *_) in EXPECTED.items():
+        found = import_file(tool, read_file(FILES / name), ranks=8)
+        if "model.config" in found.keys and ("data.path" in found.keys or "data.sources" in found.keys):
+            Config.model_validate(config_document(found.keys))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for name, text, words in (
+        ("twice.yaml", "a: 1\na: 2\n", "says 'a' twice"),
+        ("list.yaml", "- a\n", "not a table"),
+        ("broken.yaml", "a: [\n", "not readable"),
+        ("python.yaml", "a: !!python/object:os.system x\n", "not readable"),
+        ("words.txt", "a", "none of .json, .yaml and .toml"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(PlanError, match=words):
+            read_file(tmp_path / name)
+    (tmp_path / "nobody.yaml").write_text("a: 1\n")
+    with pytest.raises(PlanError, match="--tool"):
+        format_of(tmp_path / "nobody.yaml", {"a": 1})
