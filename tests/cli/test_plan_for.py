@@ -25,6 +25,12 @@ def test_the_configuration_is_that_of_the_plan(tmp_path: Path) -> None:
     assert config["fsdp_config"]["fsdp_reshard_after_forward"] is (plan.parsed.base == "fsdp")
 
 
+def test_the_costs_are_those_of_the_program_that_is_named() -> None:
+    words = (*WORDS, "--strategy", "deepspeed-zero2", "--for", "deepspeed")
+    assert "--program deepspeed has that tool's" in shardwise(*words).stdout
+    assert "costs are those of --program deepspeed" in shardwise(*words, "--program", "deepspeed").stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
