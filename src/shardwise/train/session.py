@@ -36,6 +36,7 @@ from shardwise.parallel.data_parallel.fsdp import discard_gradients
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
+from shardwise.parallel.experts.router_loss import RouterTerms
 from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import ownership_of
@@ -50,6 +51,7 @@ from shardwise.train.epochs import count_steps, pass_ended, unfinished_epochs
 from shardwise.train.group_samples import copy_rng_state, group_marks, keep_together
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
+from shardwise.train.routing import Routing, check_routers, router_terms
 from shardwise.train.schedule_length import ScheduleRecorder
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
@@ -117,6 +119,7 @@ class Session:
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
+    ``router`` are the routers' own losses, set before `prepare`; ``routing`` is what the routers choose.
     """
 
     ranks: Ranks
@@ -137,6 +140,8 @@ class Session:
     at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
     nonfinite_file: Path | None = None
+    router: RouterTerms = field(default_factory=RouterTerms)
+    routing: Routing | None = None
     _agreement: Agreement | None = None
     _stream: Stream | None = None
     _windows: PassWindows | None = None
@@ -260,6 +265,9 @@ class Session:
                 f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
             )
         hooks = ParameterHooks(model, self._plan)
+        terms, routed = router_terms(model, self.router)
+        check_routers(model, self._plan, terms)
+        self.routing = Routing.of(model, terms)
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.engines.deepspeed_engine import apply_deepspeed
 
@@ -279,7 +287,7 @@ class Session:
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
         if self.ranks.is_main:
-            for note in self._applied.warnings:
+            for note in (*routed, *self._applied.warnings):
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
         engine, outer, called = self._applied.engine, self._applied.outer, self._applied.outer
@@ -288,7 +296,8 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder()]  # before observers of gradients
+        routing = [] if self.routing is None else [self.routing]
+        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder(), *routing]  # before those of gradients
         self.header.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer

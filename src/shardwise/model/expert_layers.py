@@ -1,0 +1,110 @@
+"""Layers of experts in a module: stacked weights that the router's choice is called with (transformers' interface)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.read import clean_name
+
+_INDEX, _WEIGHTS = ("top_k_index", "router_indices"), ("top_k_weights", "routing_weights")
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Layer of experts: ``name`` of the module with the stacked weights [experts, ...], and of its ``router``.
+
+    The module's forward takes tokens [tokens, width], the experts of each [tokens, k] and their weights [tokens, k].
+    ``router`` is its sibling with a weight [experts, width]; ``None`` where there is no such one.
+    """
+
+    name: str
+    module: nn.Module
+    router: str | None
+    num_experts: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the stacked weights in the whole model."""
+        return tuple(f"{self.name}.{key}" for key, _ in self.module.named_parameters(recurse=False))
+
+
+def expert_layers(module: nn.Module) -> tuple[ExpertLayer, ...]:
+    """Return the layers of experts of ``module``, in its order."""
+    found = []
+    for prefix, parent in module.named_modules():
+        for key, child in parent.named_children():
+            number = _stacked(child)
+            if number is not None:
+                name = clean_name(f"{prefix}.{key}." if prefix else f"{key}.").rstrip(".")
+                found.append(ExpertLayer(name, child, _router(name, parent, child, number), number))
+    return tuple({id(layer.module): layer for layer in found}.values())
+
+
+def _stacked(module: nn.Module) -> int | None:
+    """Return the number of experts of a module whose own weights are stacked; ``None`` for any other."""
+    own = [p for p in module.parameters(recurse=False)]
+    sizes = {p.shape[0] for p in own if p.ndim}
+    if len(sizes) != 1 or not any(p.ndim == 3 for p in own) or next(module.children(), None) is None and not own:
+        return None
+    if any(True for child in module.children() for _ in child.parameters()):
+        return None
+    known = [p.name for p in inspect.signature(module.forward).parameters.values()][:3]
+    if known[1:] == ["args", "kwargs"] or len(known) < 3 or known[1] not in _INDEX or known[2] not in _WEIGHTS:
+        return None
+    return int(sizes.pop())
+
+
+def _router(name: str, parent: nn.Module, experts: nn.Module, number: int) -> str | None:
+    for key, child in parent.named_children():
+        weight = getattr(child, "weight", None)
+        if child is not experts and isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) == number:
+            return f"{name.rpartition('.')[0]}.{key}".lstrip(".")
+    return None
+
+
+@contextmanager
+def dense_experts(module: nn.Module) -> Iterator[None]:
+    """Let every token take the first experts: the shapes and operations of any choice, without reading values.
+
+    For a forward on fake tensors, in which the experts that tokens choose are unknown.
+    """
+    changed = [layer.module for layer in expert_layers(module)]
+    for part in changed:
+        part.__dict__["forward"] = _dense(part)
+    try:
+        yield
+    finally:
+        for part in changed:
+            del part.__dict__["forward"]
+
+
+def _dense(module: nn.Module) -> Any:
+    def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for slot in range(weights.shape[-1]):
+            x = hidden
+            for parameter in module.parameters(recurse=False):
+                x = _through(x, parameter[0])
+            out = out + x[..., : hidden.shape[-1]] * weights[..., slot : slot + 1].to(x.dtype)
+        return out
+
+    return forward
+
+
+def _through(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply by a matrix in its layout, or add a vector; a gated product is halved where the next one needs it."""
+    if weight.ndim == 1:
+        return x + weight[: x.shape[-1]] if len(weight) >= x.shape[-1] else x
+    for part in (x, x[..., : x.shape[-1] // 2]):
+        if part.shape[-1] == weight.shape[1]:
+            return part @ weight.T
+        if part.shape[-1] == weight.shape[0]:
+            return part @ weight
+    return x
