@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from shardwise.errors import PlanError
 from shardwise.plan.dims import ParallelDims, dims_for
+from shardwise.plan.divisibility import expert_problem
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan, read_plan, split_batch
 from shardwise.plan.strategy import ALIASES, BASES, Strategy, parse_strategy, runnable_strategy
@@ -116,6 +117,8 @@ class TestStrategy:
             ("fsdp+tp0", "'+tp0' needs a degree of 1 or more"),
             ("fsdp+tp2+tp4", "+tp2 and +tp4 contradict each other"),
             ("fsdp+lora+qlora", "+lora and +qlora exclude each other"),
+            ("fsdp+ep", "'+ep' needs a degree of 1 or more; write +ep2"),
+            ("fsdp+ep2+ep4", "+ep2 and +ep4 contradict each other"),
             ("fsdp+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe; use deepspeed-zero3+nvme, or fsdp+offload"),
             ("ddp+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe"),
             ("deepspeed-zero2+nvme", "only DeepSpeed's ZeRO-3 swaps to NVMe"),
@@ -142,7 +145,8 @@ class TestStrategy:
         ]
 
     @pytest.mark.parametrize(
-        "text", ["zero1+tp2+pp4+cp2", "hsdp+tp2+lora", "fsdp+pp2+qlora", "deepspeed-zero2+lora", "zero1+pp4"]
+        "text",
+        ["zero1+tp2+pp4+cp2", "hsdp+tp2+lora", "fsdp+pp2+qlora", "deepspeed-zero2+lora", "zero1+pp4", "fsdp+tp2+ep8"],
     )
     def test_what_is_planned_is_written_as_it_was_read_and_refused_where_it_is_run(self, text):
         assert str(parse_strategy(text)) == text
@@ -217,6 +221,58 @@ class TestDims:
         with pytest.raises(PlanError) as raised:
             dims_for(Strategy(base=base), 4, **given)
         assert says in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("text", "world", "ranks", "shards"),
+        [
+            ("fsdp+ep4", 8, 8, 2),
+            ("fsdp+tp2+ep8", 16, 16, 2),
+            ("fsdp+cp2+tp2+ep4", 16, 16, 4),
+            ("hsdp+ep4", 16, 8, 2),  # inside a replica
+            ("zero1+ep8+pp2", 32, 16, 2),
+            ("ddp+tp2+ep2", 8, 8, 4),
+        ],
+    )
+    def test_experts_take_no_ranks_of_their_own(self, text, world, ranks, shards):
+        strategy = parse_strategy(text)
+        dims = dims_for(strategy, world, devices_per_node=8)
+        assert (dims.world_size, dims.ep, dims.expert_ranks, dims.expert_shards) == (world, strategy.ep, ranks, shards)
+        for first in range(0, world, strategy.ep):  # consecutive ranks have all experts, of one stage and replica
+            places = [dims.place(rank) for rank in range(first, first + strategy.ep)]
+            assert [place.ep for place in places] == list(range(strategy.ep))
+            assert len({(place.pp, place.dp // dims.dp_shard if dims.dp_shard > 1 else 0) for place in places}) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "world", "says"),
+        [
+            (
+                "fsdp+ep3",
+                8,
+                "fsdp+ep3: ep 3 spreads experts over dp_shard 8 ranks: it divides them; use one of 2, 4, 8",
+            ),
+            ("fsdp+tp4+ep2", 16, "dp_shard 4 × tp 4 = 16 ranks: it divides them, and is a multiple of 4"),
+            ("hsdp+ep16", 16, "dp_shard 8 ranks: it divides them; use one of 2, 4, 8"),
+            ("ddp+ep2", 1, "dp_replicate 1 ranks: it divides them; leave +ep out"),
+        ],
+    )
+    def test_degrees_that_experts_cannot_have(self, text, world, says):
+        with pytest.raises(PlanError) as raised:
+            dims_for(parse_strategy(text), world, devices_per_node=8)
+        assert says in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("experts", "ep", "says"),
+        [
+            (8, 4, ""),
+            (8, 1, ""),
+            (0, 1, ""),
+            (60, 8, "ep 8 does not divide the 60 experts of a layer; use one of 2, 3, 4, 5, 6, 10, 12, 15"),
+            (8, 16, "ep 16 does not divide the 8 experts of a layer; use one of 2, 4, 8"),
+            (0, 2, "ep 2 spreads experts over ranks, and this model has none; leave +ep out"),
+        ],
+    )
+    def test_each_rank_has_as_many_experts(self, experts, ep, says):
+        assert expert_problem(experts, ep) == says
 
     def test_an_empty_world(self):
         with pytest.raises(PlanError, match="at least one rank"):
@@ -312,6 +368,16 @@ class TestPlan:
             assert plan.model_copy(update={name: value}).stage_blocks is None
         assert plan.model_copy(update={"virtual_stages": 1, "grad_accum": 8}).stage_blocks == (3, 1)
         assert plan.model_copy(update={"virtual_stages": 2, "stage_blocks": (1,) * 4}).stage_blocks == (1,) * 4
+
+    def test_experts_are_data_of_the_plan(self, tmp_path):
+        """A plan from before they were spread has the fingerprint that it had."""
+        spread = FULL.model_copy(update={"strategy": "fsdp+ep2", "dims": ParallelDims(dp_shard=4, ep=2)})
+        narrow = spread.model_copy(update={"dims": ParallelDims(dp_shard=4, ep=4)})
+        assert len({spread.fingerprint, narrow.fingerprint, FULL.fingerprint}) == 3
+        for name, text in (("plan.toml", spread.to_toml()), ("plan.json", spread.to_json())):
+            (tmp_path / name).write_text(text)
+            assert read_plan(tmp_path / name) == spread
+        assert json.loads(spread.to_json())["dims"]["ep"] == 2
 
     def test_two_names_of_one_strategy_are_one_plan(self):
         assert Plan(strategy="zero3").fingerprint == Plan(strategy="fsdp").fingerprint

@@ -1,4 +1,4 @@
-"""`ParallelDims`: number of ranks on each mesh axis; their product is the world size."""
+"""`ParallelDims`: number of ranks on each mesh axis; the product of all but ``ep`` is the world size."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from shardwise.errors import PlanError
 from shardwise.plan.strategy import DEGREES, Strategy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SHOWN = (*AXES, "ep")
 
 
 @dataclass(frozen=True)
 class MeshCoord:
     """Position of a rank on each axis, from 0.
 
-    ``dp`` counts over both data-parallel axes.
+    ``dp`` counts over both data-parallel axes; ``ep`` counts over ranks of ``dp``, ``cp`` and ``tp``.
     """
 
     pp: int
     dp: int
     cp: int
     tp: int
+    ep: int = 0
 
 
 class ParallelDims(BaseModel):
-    """Degrees of each axis; their product is the world size."""
+    """Degrees of each axis; the product of all but ``ep`` is the world size.
+
+    ``ep`` spreads whole experts over ranks that are data-parallel (and ``cp``, ``tp``) ones for all other weights.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,6 +40,7 @@ class ParallelDims(BaseModel):
     tp: int = Field(default=1, ge=1)
     pp: int = Field(default=1, ge=1)
     cp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
 
     @property
     def dp(self) -> int:
@@ -43,8 +49,21 @@ class ParallelDims(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Product of all degrees."""
+        """Product of all degrees but ``ep``."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which experts may be spread: those of one replica, ``dp_shard`` × ``cp`` × ``tp``.
+
+        Where weights are not sharded, every data-parallel rank counts.
+        """
+        return (self.dp_shard if self.dp_shard > 1 else self.dp_replicate) * self.cp * self.tp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the weights (or the gradients) of the same experts, of one replica."""
+        return self.expert_ranks // self.ep
 
     @property
     def splits_model(self) -> bool:
@@ -56,13 +75,14 @@ class ParallelDims(BaseModel):
 
         Axes are in the order of ``AXES``, the last one fastest.
         """
+        ep = rank % self.ep  # consecutive ranks have different experts
         rank, tp = divmod(rank, self.tp)
         rank, cp = divmod(rank, self.cp)
         pp, dp = divmod(rank, self.dp)
-        return MeshCoord(pp=pp, dp=dp, cp=cp, tp=tp)
+        return MeshCoord(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
 
     def __str__(self) -> str:
-        shown = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        shown = [f"{axis}={getattr(self, axis)}" for axis in SHOWN if getattr(self, axis) > 1]
         return " × ".join(shown) if shown else "one rank"
 
 
@@ -76,12 +96,13 @@ def dims_for(
 ) -> ParallelDims:
     """Return the degrees of ``strategy`` on ``world_size`` ranks.
 
-    ``tp``, ``pp`` and ``cp`` are the strategy's own; the remaining ranks are data parallel. Plain strategies use
-    one data-parallel axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it replicates twice
-    where the number is even. Given degrees are kept and checked.
+    ``tp``, ``pp``, ``cp`` and ``ep`` are the strategy's own; the remaining ranks are data parallel. Plain strategies
+    use one data-parallel axis. ``hsdp`` shards inside a node and replicates across nodes; on one node it replicates
+    twice where the number is even. Given degrees are kept and checked.
 
     Raises:
-        PlanError: the degrees do not multiply to the world size, or the strategy has no such axis.
+        PlanError: the degrees do not multiply to the world size, experts do not spread over them, or the strategy has
+            no such axis.
     """
     if world_size < 1:
         raise PlanError(f"world size {world_size}: at least one rank is needed")
@@ -113,7 +134,27 @@ def dims_for(
         product = given.get("dp_replicate", replicate) * given.get("dp_shard", shard)
         what = f"is not the world size {ranks}" if product != ranks else f"does not go with {strategy.base}"
         raise PlanError(f"{equation} {what}: {fix}")
-    return ParallelDims(dp_replicate=replicate, dp_shard=shard, tp=strategy.tp, pp=strategy.pp, cp=strategy.cp)
+    dims = ParallelDims(
+        dp_replicate=replicate, dp_shard=shard, tp=strategy.tp, pp=strategy.pp, cp=strategy.cp, ep=strategy.ep
+    )
+    if problem := spread_problem(dims):
+        raise PlanError(f"{strategy}: {problem}")
+    return dims
+
+
+def spread_problem(dims: ParallelDims) -> str:
+    """Explain why experts cannot be spread over ``dims.ep`` ranks, with degrees that work; empty if they can."""
+    ranks, inner = dims.expert_ranks, dims.cp * dims.tp
+    if dims.ep == 1 or (ranks % dims.ep == 0 and dims.ep % inner == 0):
+        return ""
+    axis = "dp_shard" if dims.dp_shard > 1 else "dp_replicate"
+    factors = [(axis, ranks // inner), ("cp", dims.cp), ("tp", dims.tp)]
+    shown = " × ".join(f"{name} {n}" for name, n in factors if n > 1 or name == axis)
+    works = [n for n in range(2, ranks + 1) if ranks % n == 0 and n % inner == 0]
+    fix = f"use one of {', '.join(map(str, works[:8]))}" if works else "leave +ep out"
+    over = f" = {ranks}" if inner > 1 else ""
+    many = f", and is a multiple of {inner} because the ranks of a sample have different experts" if inner > 1 else ""
+    return f"ep {dims.ep} spreads experts over {shown}{over} ranks: it divides them{many}; {fix}"
 
 
 def _hsdp_degrees(

@@ -1,4 +1,4 @@
-"""Divisibility rules of ``+tp``, ``+cp`` and ``+pp``, each with values that would work.
+"""Divisibility rules of ``+tp``, ``+cp``, ``+pp`` and ``+ep``, each with values that would work.
 
 The planner rejects plans by them before anything runs. Live modules are checked separately (``parallel``) for facts
 beyond sizes: fused projections, operations on tokens, unsharded parts.
@@ -50,6 +50,16 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
     fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +cp out"
     each = f" of a rank ({heads} over tp {tp})" if tp > 1 else ""
     return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with complete heads; {fix}"
+
+
+def expert_problem(experts: int, ep: int) -> str:
+    """Explain why ``ep`` ranks cannot have equally many of a layer's experts, with valid values; else empty."""
+    if ep == 1 or (experts and experts % ep == 0):
+        return ""
+    if experts < 2:
+        return f"ep {ep} spreads experts over ranks, and this model has none; leave +ep out"
+    works = [n for n in range(2, experts + 1) if experts % n == 0]
+    return f"ep {ep} does not divide the {experts} experts of a layer; use one of {', '.join(map(str, works[:8]))}"
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:

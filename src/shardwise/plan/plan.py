@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.dims import ParallelDims
+from shardwise.plan.dims import ParallelDims, spread_problem
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import RUN_BY, SEQUENCES, Objective, Reference, reference_of
 from shardwise.plan.parallel_options import (
@@ -95,6 +95,7 @@ class Plan(StepOptions, ParallelOptions):
         unseen = {name for name, spec in OPTION_SPECS.items() if not spec.computes}
         facts = self.model_dump(mode="json", by_alias=True, exclude={"reason", *unseen})
         facts["strategy"] = str(self.parsed)  # zero3 and fsdp are equivalent
+        facts["dims"] = {axis: n for axis, n in facts["dims"].items() if axis != "ep" or n > 1}  # newer, as below
         # options newer than the first plans: omitted at the values that those plans ran with
         later = OPTION_DEFAULTS | {"adapter": None, "stage_blocks": None, "objective": "lm"}
         facts = {key: value for key, value in facts.items() if key not in later or value != later[key]}
@@ -195,18 +196,19 @@ def axis_problems(plan: Plan) -> list[str]:
     strategy, dims = plan.parsed, plan.dims
     wrong = [
         f"{strategy} has {axis} {getattr(strategy, axis)}, but dims say {axis} {getattr(dims, axis)}"
-        for axis in ("pp", "cp", "tp")
+        for axis in ("pp", "cp", "tp", "ep")
         if getattr(strategy, axis) > 1 and getattr(strategy, axis) != getattr(dims, axis)
     ]
     if plan.gradient_sync == "every" and not strategy.shards_parameters:
         wrong.append(f"{strategy} keeps full gradients: {_NO_EFFECT}")
     if plan.gradient_sync == "every" and strategy.pp > 1:
         wrong.append(f"{strategy} reduces gradients after the last micro batch: {_NO_EFFECT}")
-    absent = [axis for axis in ("pp", "cp", "tp") if getattr(strategy, axis) == 1]
+    absent = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(strategy, axis) == 1]
     absent += [] if strategy.shards_parameters else ["dp_shard"]
     absent += ["dp_replicate"] if strategy.base in ("zero2", "fsdp") else []
     found = {axis: getattr(dims, axis) for axis in absent}
     wrong += [f"{strategy} has no {axis} axis, but dims say {axis} {n}" for axis, n in found.items() if n > 1]
+    wrong += [problem] if not wrong and (problem := spread_problem(dims)) else []
     if plan.adapter is not None and strategy.adapter == "none":
         wrong.append(f"'adapter' does nothing under {strategy}; name a strategy with +lora or +qlora, or remove it")
     if plan.static_graph and plan.grad_accum > 1:

@@ -1,8 +1,8 @@
 """Strategy grammar: one string for every parallelization, the same for every engine.
 
-``ddp``, ``zero1``, ``zero2``, ``fsdp`` and ``hsdp``, each with any of ``+tp2``, ``+pp4``, ``+cp2``, ``+offload``,
-``+nvme``, ``+lora`` and ``+qlora``; ``deepspeed-zero1``, ``-zero2`` and ``-zero3`` are the same plans on DeepSpeed;
-``auto`` lets the search choose. ``zero3`` and the FSDP1 names are understood and written as ``fsdp``.
+``ddp``, ``zero1``, ``zero2``, ``fsdp`` and ``hsdp``, each with any of ``+tp2``, ``+pp4``, ``+cp2``, ``+ep8``,
+``+offload``, ``+nvme``, ``+lora`` and ``+qlora``; ``deepspeed-zero1``, ``-zero2`` and ``-zero3`` are the same plans on
+DeepSpeed; ``auto`` lets the search choose. ``zero3`` and the FSDP1 names are understood and written as ``fsdp``.
 
 Every string of the grammar can be planned. `not_runnable` lists the words that this version cannot run.
 """
@@ -33,11 +33,12 @@ SHARDED: frozenset[Base] = frozenset({"zero2", "fsdp", "hsdp"})
 FLAGS = ("offload", "nvme", "lora", "qlora")
 MOST_DIGITS = 6  # of a degree
 LONGEST = 60  # characters of a strategy that a message repeats
-DEGREES = ("tp", "pp", "cp")
+DEGREES = ("tp", "pp", "cp")  # their product is the ranks that work on one sample
+DEGREE_WORDS = (*DEGREES, "ep")  # `ep` spreads experts over ranks that the other axes already have
 
 
 class Strategy(BaseModel):
-    """Parsed strategy string with degrees ``tp``, ``pp``, ``cp``; ``str()`` normalizes it."""
+    """Parsed strategy string with degrees ``tp``, ``pp``, ``cp``, ``ep``; ``str()`` normalizes it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -45,6 +46,7 @@ class Strategy(BaseModel):
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     offload: bool = False
     nvme: bool = False
     adapter: Adapter = "none"
@@ -53,7 +55,7 @@ class Strategy(BaseModel):
     def __str__(self) -> str:
         stage = "zero3" if self.base == "fsdp" else self.base
         words = [f"deepspeed-{stage}" if self.engine == "deepspeed" else self.base]
-        words += [f"{name}{getattr(self, name)}" for name in DEGREES if getattr(self, name) > 1]
+        words += [f"{name}{getattr(self, name)}" for name in DEGREE_WORDS if getattr(self, name) > 1]
         words += [name for name in FLAGS if getattr(self, name, False)]
         words += [self.adapter] if self.adapter != "none" else []
         return "+".join(words)
@@ -72,6 +74,7 @@ class Strategy(BaseModel):
     def not_runnable(self) -> tuple[str, ...]:
         """Words of this strategy that this version plans but does not run; empty if it runs."""
         words = [f"+{self.adapter} with {other}" for other in self._beside_adapters] if self.adapter != "none" else []
+        words += [f"+ep{self.ep}"] if self.ep > 1 else []
         if self.engine == "deepspeed":
             words += [f"deepspeed with +{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
         if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer needs plain tensors that all its ranks have
@@ -93,15 +96,16 @@ class Strategy(BaseModel):
 def complete_strategy(text: str) -> tuple[str, str]:
     """Return ``text`` with the strategy that it leaves out, and what to say about that; empty where nothing is.
 
-    Degrees alone stand beside ``ddp``, adapters and offload beside ``fsdp``; ``auto`` chooses none of them.
+    Degrees alone stand beside ``ddp``, experts, adapters and offload beside ``fsdp``; ``auto`` chooses none of them.
     """
     first, *rest = (word.strip().lower() for word in text.split("+"))
     words = rest if first == "auto" else [first, *rest]
     if first in ALIASES:
         return "+".join([ALIASES[first], *rest]), alias_note(first) or ""
-    if not words or not all(word in FLAGS or word.rstrip("0123456789") in DEGREES for word in words):
+    if not words or not all(word in FLAGS or word.rstrip("0123456789") in DEGREE_WORDS for word in words):
         return text, ""
-    base = "deepspeed-zero3" if "nvme" in words else "fsdp" if set(words) & set(FLAGS) else "ddp"
+    sharded = set(words) & set(FLAGS) or any(word.rstrip("0123456789") == "ep" for word in words)
+    base = "deepspeed-zero3" if "nvme" in words else "fsdp" if sharded else "ddp"
     full = "+".join([base, *words])
     return full, f"strategy '{text}' is taken as {full}"
 
@@ -187,13 +191,13 @@ def _read_word(word: str, degrees: dict[str, int], flags: set[str]) -> str:
     if word in FLAGS:
         flags.add(word)
         return ""
-    if name in DEGREES and len(number) > MOST_DIGITS:
+    if name in DEGREE_WORDS and len(number) > MOST_DIGITS:
         return f"'+{word:.12}...' is a degree that no cluster has; write +{name}2"
-    if name in DEGREES and number and int(number) >= 1:
+    if name in DEGREE_WORDS and number and int(number) >= 1:
         if degrees.setdefault(name, int(number)) != int(number):
             return f"+{name}{degrees[name]} and +{word} contradict each other; keep one"
         return ""
-    if name in DEGREES:
+    if name in DEGREE_WORDS:
         return f"'+{word}' needs a degree of 1 or more; write +{name}2"
-    known = [*FLAGS, *(f"{degree}2" for degree in DEGREES)]
+    known = [*FLAGS, *(f"{degree}2" for degree in DEGREE_WORDS)]
     return f"'+{word:.40}' is not an option{did_you_mean(word, known)}; known are {', '.join('+' + k for k in known)}"
