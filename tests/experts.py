@@ -96,8 +96,10 @@ def against_one_process(
     shown = [batch if masked else (batch[0]["input_ids"], batch[1]) for batch in given]
     with Float64():
         try:
-            with decided_once(f"experts: {name} {masked}"):
-                model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0), shown[0][0])
+            with decided_once(f"experts: {name}"):
+                model, optimizer = session.prepare(
+                    model, torch.optim.AdamW(model.parameters(), lr=0.0), given[0][0]["input_ids"]
+                )
         except ShardwiseError as error:
             return float("inf"), str(error)
         for step in session.steps(shown):

@@ -25,7 +25,7 @@ class ExpertLayer:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     router: str | None
     num_experts: int
 
@@ -86,25 +86,23 @@ def dense_experts(module: nn.Module) -> Iterator[None]:
 
 
 def _dense(module: nn.Module) -> Any:
+    transposed = bool(getattr(module, "is_transposed", False))
+
     def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
         for slot in range(weights.shape[-1]):
             x = hidden
             for parameter in module.parameters(recurse=False):
-                x = _through(x, parameter[0])
-            out = out + x[..., : hidden.shape[-1]] * weights[..., slot : slot + 1].to(x.dtype)
+                x = _through(x, parameter[0], transposed=transposed)
+            out = out + x * weights[..., slot : slot + 1].to(x.dtype)
         return out
 
     return forward
 
 
-def _through(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply by a matrix in its layout, or add a vector; a gated product is halved where the next one needs it."""
+def _through(x: torch.Tensor, weight: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    """Multiply by a matrix, or add a bias; a gated product is halved where the next matrix takes half of it."""
     if weight.ndim == 1:
-        return x + weight[: x.shape[-1]] if len(weight) >= x.shape[-1] else x
-    for part in (x, x[..., : x.shape[-1] // 2]):
-        if part.shape[-1] == weight.shape[1]:
-            return part @ weight.T
-        if part.shape[-1] == weight.shape[0]:
-            return part @ weight
-    return x
+        return x + weight
+    matrix = weight if transposed else weight.T
+    return x[..., : matrix.shape[0]] @ matrix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,11 @@ from shardwise.errors import ModelError
 from shardwise.model.expert_layers import ExpertLayer, expert_layers
 from shardwise.model.read import clean_name
 from shardwise.parallel.experts.router_loss import MicroRouting, RouterLoss, RouterTerms
-from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
 from shardwise.train.session_interface import TrainingSession
 
 BIAS = "e_score_correction_bias"
+_STAGE = re.compile(r"^_stage_\d+\.")
 
 
 def router_terms(model: nn.Module, given: RouterTerms) -> tuple[RouterTerms, tuple[str, ...]]:
@@ -78,7 +79,7 @@ def check_routers(model: nn.Module, plan: Plan, terms: RouterTerms) -> None:
 class _Watched:
     """Layer of this rank, with what its router returned last."""
 
-    layer: ExpertLayer
+    num_experts: int
     index: int  # in the whole model
     router: nn.Module | None
     logits: torch.Tensor | None = None
@@ -94,8 +95,10 @@ class Routing:
     layer, ``loss`` the routers' weighted losses, the mean over its micro steps.
     """
 
-    def __init__(self, names: tuple[str, ...], experts: tuple[int, ...], terms: RouterTerms) -> None:
-        self.names, self.experts, self.terms = names, experts, terms
+    def __init__(self, layers: tuple[ExpertLayer, ...], terms: RouterTerms) -> None:
+        self.layers, self.terms = layers, terms
+        self.names = tuple(layer.name for layer in layers)
+        self.experts = max(layer.num_experts for layer in layers)
         self.counts = torch.zeros(0)
         self.tokens = torch.zeros(0)
         self.loss = 0.0
@@ -110,30 +113,29 @@ class Routing:
     @classmethod
     def of(cls, model: nn.Module, terms: RouterTerms) -> Routing | None:
         """Return the routing of an untouched model; ``None`` where it has no layer of experts."""
-        layers = expert_layers(model)
-        if not layers:
-            return None
-        return cls(tuple(layer.name for layer in layers), tuple(layer.num_experts for layer in layers), terms)
+        layers = tuple(replace(layer, module=None) for layer in expert_layers(model))  # `prepare` may copy it
+        return cls(layers, terms) if layers else None
 
     def on_prepared(self, session: TrainingSession) -> None:
         """Hook this rank's routers and experts."""
-        module, home = session.module, ownership_of(session.module)
-        parts = {clean_name(f"{name}.").rstrip("."): part for name, part in module.named_modules()}
-        for layer in expert_layers(module):
-            name = layer.name if home is None else home.canonical(layer.name)
-            name = next((full for full in self.names if name == full or name.endswith(f".{full}")), name)
+        module = session.module
+        named = ((clean_name(f"{name}.").rstrip("."), part) for name, part in module.named_modules())
+        parts = {_STAGE.sub("", name): part for name, part in named}
+        for index, layer in enumerate(self.layers):
+            if layer.name not in parts:  # on another pipeline stage
+                continue
             router = None if layer.router is None else parts.get(layer.router)
-            watched = _Watched(layer, self.names.index(name), router)
+            watched = _Watched(layer.num_experts, index, router)
             self._watched.append(watched)
             if router is not None and self.terms.has_loss:
                 router.register_forward_hook(self._router_hook(watched))
-            layer.module.register_forward_pre_hook(self._experts_hook(session, watched), with_kwargs=True)
+            parts[layer.name].register_forward_pre_hook(self._experts_hook(session, watched), with_kwargs=True)
         pipeline = session.applied.pipeline
         for root in [module] if pipeline is None else [*module.children()]:
             root.register_forward_pre_hook(lambda part, _: self._begin(session, part), prepend=True)
             root.register_forward_hook(lambda part, *_: self._end(session), always_call=True)
         device = session.device
-        self._local = torch.zeros(len(self.names), max(self.experts) + 1, dtype=torch.float64, device=device)
+        self._local = torch.zeros(len(self.names), self.experts + 1, dtype=torch.float64, device=device)
 
     def on_step_start(self, session: TrainingSession, step: Any) -> None:
         """Begin to count."""
@@ -152,7 +154,7 @@ class Routing:
         total = self._local.clone()
         if session.ranks.world_size > 1:
             dist.all_reduce(total)
-            total /= session.plan.dims.tp
+            total /= 1 if session.plan.sequence_parallel else session.plan.dims.tp
         self.counts, self.tokens = total[:, :-1], total[:, -1]
         if self.terms.has_loss and self.done:
             self.loss = float(torch.stack([micro.loss() for micro in self.done]).mean())
@@ -164,17 +166,19 @@ class Routing:
     @torch.no_grad()
     def _move_bias(self, watched: _Watched) -> None:
         bias = getattr(watched.router, BIAS)
-        load = self.counts[watched.index][: watched.layer.num_experts]
+        load = self.counts[watched.index][: watched.num_experts]
         bias.add_((load.mean() - load).sign().to(bias.dtype), alpha=self.terms.bias_rate)
 
     def _begin(self, session: TrainingSession, root: nn.Module) -> None:
         if self._step is None or not torch.is_grad_enabled() or session.phase != "forward":
             return
-        step, number = self._step, max(self.experts)
+        step, number = self._step, self.experts
         at = self._forwards[id(root)] = self._forwards.get(id(root), -1) + 1
         at = at if session.applied.pipeline is not None else step.micro - 1
         micro = step.micros[at]
-        mask = _mask(micro)
+        dims = session.plan.dims
+        splits = dims.tp > 1 and session.plan.sequence_parallel  # a rank's tokens are then its own
+        mask = _mask(micro, session.place.tp if splits else 0, dims.tp if splits else 1)
         factor = session.reduced_ranks / len(step.micros)
         factor *= 1.0 if session.scaler is None else float(session.scaler.get_scale())
         device = session.device
@@ -183,7 +187,7 @@ class Routing:
             mask = torch.zeros(shape, dtype=torch.float64)
         sums = torch.zeros(2 * number + 2, dtype=torch.float64, device=device)
         mask = None if mask is None else mask.to(device)
-        self._active = MicroRouting(self.terms, number, session.plan.dims.tp, factor, mask, sums)
+        self._active = MicroRouting(self.terms, number, 1 if splits else dims.tp, factor, mask, sums)
         self.done.append(self._active)
 
     def _end(self, session: TrainingSession) -> None:
@@ -196,7 +200,7 @@ class Routing:
     def _router_hook(self, watched: _Watched) -> Any:
         def after(_: nn.Module, __: Any, found: Any) -> None:
             parts = found if isinstance(found, tuple) else (found,)
-            fits = (p for p in parts if isinstance(p, torch.Tensor) and p.shape[-1] == watched.layer.num_experts)
+            fits = (p for p in parts if isinstance(p, torch.Tensor) and p.shape[-1] == watched.num_experts)
             watched.logits = next(fits)
 
         return after
@@ -224,16 +228,16 @@ class Routing:
 
     def _count(self, watched: _Watched, index: torch.Tensor, rows: torch.Tensor) -> None:
         local = self._local[watched.index]
-        inside = index < watched.layer.num_experts
+        inside = index < watched.num_experts
         each = rows.unsqueeze(-1).expand(index.shape)[inside]
         local[:-1].index_add_(0, index[inside], each)
         local[-1] += rows.sum()
 
 
-def _mask(micro: Any) -> torch.Tensor | None:
-    """Return which of a micro batch's tokens are no padding, one number each."""
+def _mask(micro: Any, part: int, parts: int) -> torch.Tensor | None:
+    """Return which of a micro batch's tokens, or of a part of their sequences, are no padding, one number each."""
     inputs = micro.inputs
     found = inputs.get("attention_mask") if isinstance(inputs, dict) else None
     if not isinstance(found, torch.Tensor) or found.ndim != 2:
         return None
-    return found.detach().reshape(-1).to(torch.float64)
+    return found.detach().chunk(parts, 1)[part].reshape(-1).to(torch.float64)
