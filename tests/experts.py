@@ -17,7 +17,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from tests.contract import Gradients, Watch, decided_once, worst
+from tests.contract import CLIP, Gradients, Watch, decided_once, worst
 from tests.kept import kept
 from tests.world.zoo.exact import Float64
 from tests.world.zoo.families import LENGTH, VOCAB, family
@@ -104,8 +104,11 @@ def against_one_process(
             return float("inf"), str(error)
         for step in session.steps(shown):
             step.run(model, token_loss_sum)
-            step.update(optimizer)
-    found = worst(watch.raw, expected)
+            result = step.update(optimizer, clip_norm=CLIP)
+    norm = float(torch.stack([value.square().sum() for value in expected.values()]).sum().sqrt())
+    clipped = {key: value * min(1.0, CLIP / (norm + 1e-6)) for key, value in expected.items()}
+    found = max(worst(watch.raw, expected), worst(watch.clipped, clipped))
+    found = max(found, (abs(float(result.grad_norm or 0.0) / norm - 1.0), "norm"))
     missing = [key for key in expected if key not in watch.raw and bool(expected[key].any())]
     if missing and dims.pp == 1:
         found = (float("inf"), f"no gradient of {missing[0]}")
