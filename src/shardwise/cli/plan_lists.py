@@ -40,8 +40,8 @@ def _models() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in catalogue_names():
         found = find_architecture(name)
-        if found is None or found.experts:
-            rows.append((name, "reads images" if found is None else "experts: not planned", ""))
+        if found is None:
+            rows.append((name, "reads images", ""))
             continue
         rows.append((name, count_text(parameter_count(found)), str(found.max_seq_len or "")))
     return rows

@@ -2,7 +2,8 @@
 
 `palm_flops` is the numerator of MFU in the PaLM paper (arXiv 2204.02311, appendix B): 6 for each parameter and token,
 plus 12 · layers · hidden · length for the full attention square, causal or not; recompute is not counted. A frozen
-weight, which the paper does not have, counts 4, because its gradient is not computed.
+weight, which the paper does not have, counts 4, because its gradient is not computed. Of experts those count that a
+token is routed to.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def palm_flops(profile: ModelProfile, samples: float = 1.0) -> float:
     square = sum(
         attention_square_flops(op) * unit.count for unit in profile.units for op in unit.ops if op.kind == "attention"
     )
-    products = 4.0 * profile.num_parameters + 2.0 * profile.num_trainable
+    products = 4.0 * profile.num_active + 2.0 * profile.num_active_trainable
     return samples * (products * profile.seq_len + 3.0 * square)
 
 

@@ -8,6 +8,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.errors import ModelError
+from shardwise.model.mixture import (
+    MIXTURES,
+    LatentAttention,
+    Mixture,
+    latent_parameters,
+    mixture_facts,
+    mixture_parameters,
+)
 
 
 class Architecture(BaseModel):
@@ -20,7 +28,8 @@ class Architecture(BaseModel):
     positions (two of OPT's, token types of BERT's). ``embedding_norm`` is a norm right after the embedding;
     ``head_transform`` is BERT's: a linear layer and a norm in front of the output projection. An image family (``vit``)
     has ``max_seq_len`` patches and class token together, patches of 16 x 16 pixels of three colours, and classes in
-    ``vocab``. ``experts`` above 0 is a mixture of experts, which cannot be planned.
+    ``vocab``. ``mixture`` describes the experts of its sparse layers, ``latent`` an attention over latents, and ``sinks``
+    is one weight a head that attention's softmax sees beside the keys. ``notes`` are for people.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +63,10 @@ class Architecture(BaseModel):
     tied: bool = False
     causal: bool = True
     sliding_window: int | None = None
-    experts: int = 0
+    mixture: Mixture | None = None
+    latent: LatentAttention | None = None
+    sinks: bool = False
+    notes: tuple[str, ...] = ()
     source: str = ""
 
 
@@ -62,12 +74,7 @@ def parameter_count(a: Architecture) -> int:
     """Count the elements of all parameters, tied ones once.
 
     As in transformers' causal (BERT: masked, ViT: classification) model.
-
-    Raises:
-        ModelError: a mixture of experts, whose parameters are not described here.
     """
-    if a.experts:
-        raise ModelError(f"model '{a.name}' has {a.experts} experts; mixtures of experts are not planned")
     q, kv, h = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden
 
     def norm(width: int) -> int:
@@ -77,9 +84,14 @@ def parameter_count(a: Architecture) -> int:
         return n * k + (n if bias else 0)
 
     attention = linear(q + 2 * kv, h, a.qkv_bias) + linear(h, q, a.output_bias)
+    if a.latent is not None:
+        attention = latent_parameters(a.latent, a.heads, h, a.output_bias)
+    attention += a.heads if a.sinks else 0
     qk = {"none": 0, "head": 2 * norm(a.head_dim), "projection": norm(q) + norm(kv)}[a.qk_norm]
     mlp = linear(a.ffn, h, a.mlp_bias) * (2 if a.gated else 1) + linear(h, a.ffn, a.mlp_bias)
     blocks = a.layers * (attention + qk + mlp + a.block_norms * norm(h))
+    if a.mixture is not None:
+        blocks += sum(a.mixture.sparse) * (mixture_parameters(a.mixture, h, a.gated) - mlp)
     table = ((a.max_seq_len or 0) + a.position_offset) * h if a.positions == "learned" else 0
     first = linear(h, 3 * 16 * 16, True) + h if a.family == "vit" else a.vocab * h
     first += table + (norm(h) if a.embedding_norm else 0)
@@ -107,7 +119,6 @@ _FFN_KEY = {
     "opt": "ffn_dim",
 }
 _FIXED_FFN = ("mpt", "bloom")  # four times the width, whatever the config states
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _defaults(
@@ -160,6 +171,22 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "cohere2": _defaults(40, 8192, 64, 22528, 256000, 8192, tied=True, sliding_window=4096),
     "smollm3": _defaults(36, 2048, 16, 11008, 128256, 32768, tied=True, kv_heads=4),
     "nemotron": _defaults(32, 6144, 48, 24576, 256000, 4096),
+    "mixtral": _defaults(32, 4096, 32, 14336, 32000, 131072, kv_heads=8),
+    "qwen2_moe": _defaults(24, 2048, 16, 5632, 151936, 32768, kv_heads=16, qkv_bias=True),
+    "qwen3_moe": _defaults(24, 2048, 32, 6144, 151936, 32768, kv_heads=4, sliding_window=4096),
+    "deepseek_v2": _defaults(32, 4096, 32, 11008, 102400, 2048, qk_nope_head_dim=128, qk_rope_head_dim=64),
+    "deepseek_v3": _defaults(61, 7168, 128, 18432, 129280, 4096, qk_nope_head_dim=128, qk_rope_head_dim=64),
+    "glm4_moe": _defaults(46, 4096, 96, 10944, 151552, 131072, kv_heads=8),
+    "gpt_oss": _defaults(
+        36, 2880, 64, 2880, 201088, 131072, kv_heads=8, head_dim=64, attention_bias=True, sliding_window=128
+    ),
+    "olmoe": _defaults(16, 2048, 16, 2048, 50304, 4096),
+    "llama4_text": _defaults(
+        48, 5120, 40, 8192, 202048, 131072, kv_heads=8, head_dim=128, sliding_window=8192
+    ),
+    "phimoe": _defaults(32, 4096, 32, 6400, 32064, 131072, kv_heads=8),
+    "granitemoe": _defaults(32, 4096, 32, 11008, 32000, 2048),
+    "granitemoeshared": _defaults(32, 4096, 32, 11008, 32000, 2048),
     "bert": _defaults(12, 768, 12, 3072, 30522, 512, tied=True, type_vocab_size=2),
     "roberta": _defaults(12, 768, 12, 3072, 50265, 512, tied=True, type_vocab_size=2, pad_token_id=1),
     "vit": _defaults(12, 768, 12, 3072, 2, None, image_size=224, patch_size=16, num_channels=3, qkv_bias=True),
@@ -167,7 +194,10 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 _LAYER: dict[str, object] = {"norm": "layer", "norm_bias": True, "gated": False}
 _ALL_BIASED: dict[str, object] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _PARALLEL: dict[str, object] = {"parallel_block": True, "block_norms": 1}
-_WINDOWED = {"mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3", "cohere2"}
+_WINDOWED = {
+    "mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3", "cohere2", "mixtral", "gpt_oss", "phimoe"
+}
+_WINDOWED_IF_USED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
 Get = Callable[[str], object]
 
 
@@ -179,6 +209,13 @@ def _llama(get: Get) -> dict[str, object]:
 def _biased_attention(get: Get) -> dict[str, object]:
     biased = bool(get("attention_bias"))
     return {"qkv_bias": biased, "output_bias": biased}
+
+
+def _latent_attention(get: Get) -> dict[str, object]:
+    """Facts of DeepSeek's attention beside its latents: whether the output has a bias, and no heads that share keys."""
+    parts = [get("qk_nope_head_dim"), get("qk_rope_head_dim")]
+    key = sum(part for part in parts if isinstance(part, int)) if all(isinstance(part, int) for part in parts) else 192
+    return {"output_bias": bool(get("attention_bias")), "head_dim": max(1, key), "kv_heads": None}
 
 
 def _falcon(get: Get) -> dict[str, object]:
@@ -278,6 +315,23 @@ _TRAITS: dict[str, Callable[[Get], dict[str, object]]] = {
     ),
     "cohere2": lambda get: _biased_attention(get) | _PARALLEL | {"norm": "layer"},
     "nemotron": lambda get: _llama(get) | _LAYER,
+    "mixtral": lambda get: _RMS,
+    "qwen2_moe": lambda get: {"qkv_bias": bool(get("qkv_bias"))},
+    "qwen3_moe": lambda get: _biased_attention(get) | {"qk_norm": "head"},
+    "deepseek_v2": _latent_attention,
+    "deepseek_v3": _latent_attention,
+    "glm4_moe": lambda get: {
+        "qkv_bias": bool(get("attention_bias")),
+        "qk_norm": "head" if get("use_qk_norm") else "none",
+    },
+    "gpt_oss": lambda get: _biased_attention(get) | {"sinks": True},
+    "olmoe": lambda get: _biased_attention(get) | {"qk_norm": "projection"},
+    "llama4_text": _biased_attention,
+    "phimoe": lambda get: (
+        _biased_attention(get) | {"norm": "layer", "norm_bias": True, "head_bias": bool(get("lm_head_bias"))}
+    ),
+    "granitemoe": _biased_attention,
+    "granitemoeshared": _biased_attention,
     "bert": _bert,
     "roberta": _roberta,
     "vit": _vit,
@@ -288,23 +342,19 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
     """Read a Hugging Face ``config.json``; ``None`` for unknown families and variants.
 
     That is, where its ``model_type`` is unknown or asks for a variant that an `Architecture` cannot describe. A missing
-    key has the default of transformers' configuration class. Of a multimodal model (Gemma 3) the text part is used. For
-    a family with experts, only ``experts`` is reliable.
+    key has the default of transformers' configuration class. Of a multimodal model (Gemma 3, Llama 4) the text part is
+    used.
 
     Raises:
         ModelError: sizes that are not positive integers, or are inconsistent; lists all of them.
     """
     family = str(config.get("model_type", ""))
     text = config.get("text_config")
-    if family == "gemma3" and isinstance(text, Mapping):
+    if family in ("gemma3", "llama4") and isinstance(text, Mapping):
         note = f"{source}; text part only" if source else "text part only"
-        return architecture_from_config(
-            {"tie_word_embeddings": True} | dict(text) | {"model_type": "gemma3_text"}, name, note
-        )
-    experts = next((n for key in _EXPERTS if isinstance(n := config.get(key), int) and n > 1), 0)
-    if experts:
-        defaults, traits = _DEFAULTS["llama"], _TRAITS["llama"]
-    elif family in _TRAITS and not _variant(family, config):
+        tied: dict[str, object] = {"tie_word_embeddings": True} if family == "gemma3" else {}
+        return architecture_from_config(tied | dict(text) | {"model_type": f"{family}_text"}, name, note)
+    if family in _TRAITS and not _variant(family, config):
         defaults, traits = _DEFAULTS[family], _TRAITS[family]
     else:
         return None
@@ -314,20 +364,25 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
         return next((config[own] for own in names if own in config), defaults.get(key))
 
     facts: dict[str, object] = {key: get(key) for key in _KEYS if key not in ("positions", "tied")}
-    if not experts and family in _FFN_KEY:
+    if family in _FFN_KEY:
         facts["ffn"] = config.get(_FFN_KEY[family], defaults["ffn"])
-    if not experts and family in _FIXED_FFN:
+    if family in _FIXED_FFN:
         facts["ffn"] = None
-    facts |= {"max_seq_len": get("positions"), "tied": bool(get("tied")), "experts": experts}
-    windowed = family in _WINDOWED or (family in ("qwen2", "qwen3") and bool(config.get("use_sliding_window")))
+    facts |= {"max_seq_len": get("positions"), "tied": bool(get("tied"))}
+    windowed = family in _WINDOWED or (family in _WINDOWED_IF_USED and bool(config.get("use_sliding_window")))
     facts |= {"sliding_window": get("sliding_window") if windowed else None} | traits(get)
-    return _checked(facts | {"name": name or family, "family": family, "source": source})
+    facts |= {"name": name or family, "family": family, "source": source}
+    if family in MIXTURES:
+        facts |= mixture_facts(family, config, facts["layers"], facts["ffn"], name or family)
+    return _checked(facts)
 
 
 def _variant(family: str, config: Mapping[str, object]) -> bool:
     """Return whether options change the parameters in a way without an `Architecture` field."""
     if family == "opt":
         return config.get("word_embed_proj_dim", config.get("hidden_size", 768)) != config.get("hidden_size", 768)
+    if family == "deepseek_v2":
+        return bool(config.get("mlp_bias"))
     if family == "stablelm":
         return bool(config.get("qk_layernorm"))
     if family == "vit":

@@ -23,8 +23,6 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import IMAGE_FAMILIES, PATCH, profile_of
 
 MOST_PIXELS = 2**16  # of a side
-# keys of the number of experts
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
 def load_profile(
@@ -88,20 +86,9 @@ def _from_config(path: Path, seq_len: int | None, image: int | None, compiled: b
     keys = read_configuration(file, f"model '{path}'")
     name = str(keys.get("_name_or_path") or (file.resolve().parent.name if file.name == "config.json" else file.stem))
     architecture = architecture_from_config(keys, name)
-    if architecture is not None and (architecture.experts or not traced):
+    if architecture is not None and not traced:
         return replace(profile_of(_sized(architecture, image), seq_len, compiled=compiled), origin="config")
-    experts = _experts(keys)
-    if experts > 1:
-        raise ModelError(
-            f"model '{path}' is a mixture of {experts} experts; expert models are not planned, use a dense one"
-        )
     return replace(_from_transformers(path, file, keys, name, seq_len, image), origin="config")
-
-
-def _experts(keys: Mapping[str, Any]) -> int:
-    inner = keys.get("text_config")
-    counts = [keys.get(key) for key in EXPERT_KEYS] + ([_experts(inner)] if isinstance(inner, Mapping) else [])
-    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _from_transformers(

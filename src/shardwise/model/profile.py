@@ -21,7 +21,10 @@ UnitKind = Literal["embedding", "block", "head", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Parameter of a unit; ``tp_dim`` is its dim sharded by tensor parallel, or ``None``."""
+    """Parameter of a unit; ``tp_dim`` is its dim sharded by tensor parallel, or ``None``.
+
+    ``experts`` above 0: the first dim counts that many stacked experts, of which a token uses the fraction ``active``.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,6 +32,8 @@ class Weight:
     trainable: bool = True
     tp_dim: int | None = None
     scales: float = 0.0  # of ``itemsize``, the unsharded part: the scales of 4-bit blocks
+    experts: int = 0
+    active: float = 1.0
 
     @property
     def num_elements(self) -> int:
@@ -46,7 +51,8 @@ class Op:
     ``saved`` is kept for backward, each storage counted at the first op that saves it. ``temporary`` lives only while
     the op runs forward. ``tp_sharding`` is how tensor parallel shards it: ``column`` divides ``n``, ``row`` divides
     ``k``, ``heads`` divides the heads, ``vocab`` divides the vocabulary, ``sequence`` divides the rows (sequence
-    parallel), ``none`` repeats it on every rank.
+    parallel), ``none`` repeats it on every rank. ``experts`` above 0: its rows are copies of tokens, spread over that
+    many experts with weights of their own. ``value_dim`` is the width of a head's value, where it is not ``head_dim``.
     """
 
     name: str
@@ -71,6 +77,8 @@ class Op:
     fusible: bool = False  # torch.compile fuses it with its neighbours
     kept_by_selective: bool = False  # selective recompute saves its output instead of recomputing it
     weight: bool = False  # backward also computes a weight gradient
+    experts: int = 0
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +106,11 @@ class Unit:
     def num_trainable(self) -> int:
         """Elements that get a gradient, of one repetition."""
         return sum(w.num_elements for w in self.weights if w.trainable)
+
+    @property
+    def experts(self) -> int:
+        """Experts of the unit; 0 where it has none."""
+        return max((w.experts for w in self.weights), default=0)
 
     @property
     def flops(self) -> float:
@@ -140,6 +153,21 @@ class ModelProfile:
     def num_trainable(self) -> int:
         """Elements that get a gradient."""
         return sum(unit.num_trainable * unit.count for unit in self.units)
+
+    @property
+    def num_active(self) -> float:
+        """Elements that one token uses: of experts those that it is routed to."""
+        return sum(w.num_elements * w.active * unit.count for unit in self.units for w in unit.weights)
+
+    @property
+    def num_active_trainable(self) -> float:
+        """Elements that one token uses and that get a gradient."""
+        return sum(w.num_elements * w.active * unit.count for unit in self.units for w in unit.weights if w.trainable)
+
+    @property
+    def experts(self) -> int:
+        """Common divisor of the experts of all layers that have some; 0 for a dense model."""
+        return math.gcd(*{unit.experts for unit in self.units})
 
     @property
     def flops(self) -> float:

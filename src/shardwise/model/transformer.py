@@ -11,11 +11,13 @@ embeddings and residuals.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from shardwise.errors import ModelError
 from shardwise.model.architecture import Architecture
 from shardwise.model.operations import attention, cross_entropy, mark_selective, matmul, pointwise
 from shardwise.model.profile import ModelProfile, Op, TpSharding, Unit, Weight
+from shardwise.model.sparse_block import latent_ops, latent_weights, routed_ops, routed_weights
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 IMAGE_FAMILIES = ("vit",)
@@ -31,7 +33,7 @@ def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: boo
     those that are fused.
 
     Raises:
-        ModelError: experts, a missing length, or one beyond a learned table of positions.
+        ModelError: a missing length, or one beyond a learned table of positions.
     """
     a = architecture
     image = a.family in IMAGE_FAMILIES
@@ -39,11 +41,10 @@ def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: boo
     if problems:
         raise ModelError(*problems)
     rows = (a.max_seq_len if image else seq_len) or 0
-    block = Unit("block", "block", _block_weights(a), mark_selective(_block_ops(a, rows, compiled)), rows * a.hidden)
     first = _patches(a, rows) if image else _embedding(a, rows)
     return ModelProfile(
         name=a.name,
-        units=(first, replace(block, count=a.layers), _head(a, rows, image=image)),
+        units=(first, *_blocks(a, rows, compiled), _head(a, rows, image=image)),
         seq_len=None if image else rows,
         origin="catalogue",
         hidden_size=a.hidden,
@@ -59,10 +60,6 @@ def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: boo
 
 def _problems(a: Architecture, seq_len: int | None, *, image: bool) -> list[str]:
     problems = []
-    if a.experts:
-        problems.append(
-            f"model '{a.name}' is a mixture of {a.experts} experts; expert models are not planned, give a dense one"
-        )
     if image:
         return problems
     if seq_len is None or seq_len < 1:
@@ -81,9 +78,25 @@ def _notes(a: Architecture, rows: int) -> tuple[str, ...]:
         notes.append(f"{rows} tokens are more than the {a.max_seq_len} that '{a.name}' was made for; costs are right")
     if a.sliding_window is not None and rows > a.sliding_window:
         notes.append(f"the sliding window of {a.sliding_window} is counted as full attention")
+    notes += a.notes
     if a.positions == "alibi":
         notes.append("alibi is counted as part of a flash attention kernel, which PyTorch's own does not have")
     return tuple(notes)
+
+
+def _blocks(a: Architecture, rows: int, compiled: bool) -> tuple[Unit, ...]:
+    """Return the blocks in order, equal neighbours as one unit; those with experts are another unit than those without."""
+
+    def block(name: str, sparse: bool) -> Unit:
+        ops = mark_selective(_block_ops(a, rows, compiled, sparse))
+        return Unit(name, "block", _block_weights(a, sparse), ops, rows * a.hidden)
+
+    if a.mixture is None:
+        return (replace(block("block", sparse=False), count=a.layers),)
+    kinds = {sparse: block("block" if sparse else "dense block", sparse) for sparse in set(a.mixture.sparse)}
+    runs = [(sparse, len(list(same))) for sparse, same in groupby(a.mixture.sparse)]
+    made = {run: replace(kinds[run[0]], count=run[1]) for run in runs}  # equal runs are one object: costs are cached
+    return tuple(made[run] for run in runs)
 
 
 def _norm_weights(a: Architecture, name: str, width: int | None = None) -> tuple[Weight, ...]:
@@ -99,10 +112,13 @@ def _linear_weights(name: str, n: int, k: int, *, bias: bool, tp_dim: int | None
     return (Weight(f"{name}.weight", (n, k), tp_dim=tp_dim), *added)
 
 
-def _block_weights(a: Architecture) -> tuple[Weight, ...]:
+def _block_weights(a: Architecture, sparse: bool = False) -> tuple[Weight, ...]:
     q, kv, h = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden
     names = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     weights = [w for name in names[: a.block_norms] for w in _norm_weights(a, name)]
+    if a.latent is not None:
+        weights += latent_weights(a, a.latent, _linear_weights)
+        return (*weights, *_mlp_weights(a, sparse))
     parts = [("qkv_proj", q + 2 * kv)] if a.fused_qkv else [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
     for name, n in parts:
         weights += _linear_weights(f"self_attn.{name}", n, h, bias=a.qkv_bias, tp_dim=0)
@@ -112,6 +128,15 @@ def _block_weights(a: Architecture) -> tuple[Weight, ...]:
         for name, width in (("q_norm", q), ("k_norm", kv)):
             for weight in _norm_weights(a, f"self_attn.{name}", width if full else a.head_dim):
                 weights.append(replace(weight, tp_dim=0 if full else None))
+    if a.sinks:
+        weights.append(Weight("self_attn.sinks", (a.heads,), tp_dim=0))
+    return (*weights, *_mlp_weights(a, sparse))
+
+
+def _mlp_weights(a: Architecture, sparse: bool) -> tuple[Weight, ...]:
+    if sparse and a.mixture is not None:
+        return routed_weights(a, a.mixture, _linear_weights)
+    h, weights = a.hidden, list[Weight]()
     for name in ("gate_proj", "up_proj") if a.gated else ("up_proj",):
         weights += _linear_weights(f"mlp.{name}", a.ffn, h, bias=a.mlp_bias, tp_dim=0)
     weights += _linear_weights("mlp.down_proj", h, a.ffn, bias=a.mlp_bias, tp_dim=1)
@@ -135,7 +160,7 @@ def _norm(a: Architecture, name: str, rows: int, width: int, *, saved: int | Non
     )
 
 
-def _block_ops(a: Architecture, rows: int, compiled: bool) -> list[Op]:
+def _block_ops(a: Architecture, rows: int, compiled: bool, sparse: bool = False) -> list[Op]:
     """Return a block's ops in call order.
 
     A block's input counts as saved by its first norm, or by its first other reader.
@@ -152,7 +177,10 @@ def _block_ops(a: Architecture, rows: int, compiled: bool) -> list[Op]:
     ops.append(pointwise("attention_residual", 3 * h, "sequence"))
     again = compiled and a.block_norms == 4  # this norm's input is recomputed from what both earlier norms save
     ops += [_norm(a, "mlp_norm", rows, a.hidden, saved=0 if again else h)] if a.block_norms > 1 else []
-    ops += _mlp_ops(a, rows, compiled, saved=h)
+    if sparse and a.mixture is not None:
+        ops += routed_ops(a, a.mixture, rows, compiled, saved=h)
+    else:
+        ops += _mlp_ops(a, rows, compiled, saved=h)
     if a.block_norms == 4:
         ops.append(replace(_norm(a, "post_mlp_norm", rows, a.hidden), temporary=h))
     return [*ops, pointwise("mlp_residual", 3 * h, "sequence")]
@@ -163,6 +191,8 @@ def _attention_ops(a: Architecture, rows: int, compiled: bool, *, own_input: boo
 
     A fused projection's output is one storage: saving any of its views saves all of it.
     """
+    if a.latent is not None:
+        return latent_ops(a, a.latent, rows, compiled)
     q, kv, h = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.hidden
     rope, normed, fused = a.positions == "rope", a.qk_norm != "none", a.fused_qkv
     raw_goes = rope and not normed and not fused  # the input of the rotation is not saved

@@ -86,6 +86,13 @@ class ParallelDims(BaseModel):
         return " × ".join(shown) if shown else "one rank"
 
 
+def expert_dims(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees that the experts of one rank of ``ep`` see: those that share them, and the replicas."""
+    if dims.dp_shard > 1:
+        return dims.model_copy(update={"dp_shard": dims.expert_shards, "tp": 1, "cp": 1, "ep": 1})
+    return dims.model_copy(update={"dp_replicate": dims.expert_shards, "tp": 1, "cp": 1, "ep": 1})
+
+
 def dims_for(
     strategy: Strategy,
     world_size: int,

@@ -17,6 +17,7 @@ from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
+DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
 
@@ -65,7 +66,7 @@ def weight_uses(strategy: Strategy, micro_batches: int) -> int:
 
 
 def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
-    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp`` and ``pp``; axes of one rank left out.
+    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp``, ``ep``, ``pp``; axes of one rank left out.
 
     Payload of ring algorithms. Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few
     bytes), and padding.
@@ -76,13 +77,17 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
         dims.tp * dims.pp,
         plan.grad_accum * (1.0 if plan.reference == "none" else 1.5),
     )  # one more forward
-    gradients = profile.num_trainable * GRADIENT_BYTES / model_ways
+    spread = _experts(profile, dims.ep)
+    gradients = (profile.num_trainable - spread[1]) * GRADIENT_BYTES / model_ways
     found: dict[str, float] = {}
     if moved.ranks > 1:
-        weights = _gathered(profile, narrow) / model_ways
+        weights = _gathered(profile, narrow, experts=dims.ep == 1) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
+    if dims.ep > 1:
+        found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, plan, moved, narrow)
+        found["ep"] = accum * _dispatched(profile, plan, narrow) * (dims.ep - 1) / dims.ep
     rows = plan.sequences * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
@@ -96,12 +101,44 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     return found
 
 
-def _gathered(profile: ModelProfile, narrow: float) -> float:
+def _experts(profile: ModelProfile, ep: int) -> tuple[int, int]:
+    """Elements of experts, all and trained ones; none where they are not spread over ranks."""
+    if ep == 1:
+        return 0, 0
+    each = [(w.num_elements * unit.count, w.trainable) for unit in profile.units for w in unit.weights if w.experts]
+    return sum(n for n, _ in each), sum(n for n, trained in each if trained)
+
+
+def _expert_weights_sent(spread: tuple[int, int], plan: Plan, moved: DataTraffic, narrow: float) -> float:
+    """Bytes of a step in which the ranks that have the same experts gather their weights and reduce their gradients."""
+    dims = plan.dims
+    shards, replicas = dims.expert_shards, 1
+    if plan.parsed.shards_parameters:
+        replicas = dims.dp_replicate
+    else:
+        shards, replicas = 1, shards
+    weights, gradients = (n * size / (dims.ep * dims.pp) for n, size in zip(spread, (narrow, GRADIENT_BYTES), strict=True))
+    scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
+    replicated = moved.reduces * 2 * gradients / shards + moved.broadcasts * gradients
+    return scattered * (shards - 1) / shards + replicated * (replicas - 1) / replicas
+
+
+def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
+    """Bytes of a micro batch's copies of tokens on one rank, over all layers of a stage and all dispatches of a step."""
+    dims = plan.dims
+    rows = plan.sequences / (dims.cp * dims.tp * dims.pp)
+    firsts = ((next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units)
+    again = DISPATCHES + (plan.recompute != "none")
+    return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * again
+
+
+def _gathered(profile: ModelProfile, narrow: float, *, experts: bool = True) -> float:
     """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
     return sum(
         unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
         for unit in profile.units
         for w in unit.weights
+        if experts or not w.experts
     )
 
 
@@ -116,9 +153,9 @@ def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> floa
 
 
 def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
-    """True where the ranks of an axis lie on several nodes: innermost is ``tp``, then ``cp``, ``dp``, ``pp``."""
+    """True where the ranks of an axis lie on several nodes: innermost are ``tp``, ``ep``, then ``cp``, ``dp``, ``pp``."""
     dims = plan.dims
-    reach = {"tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
+    reach = {"ep": dims.ep, "tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
     return reach[axis] > cluster.devices_per_node
 
 

@@ -34,7 +34,9 @@ class Workload(BaseModel):
     to fp32 (a compiled one, flash-attn's, Liger's). ``framework_overhead`` counts the device's context, communicator
     buffers, and the host time between kernels. ``lora_…``, ``double_quant`` and ``modules_to_save`` are a plan's
     adapters, where it has some
-    (`shardwise.model.lora.AdapterFacts`). ``average``: a moving average of the trained weights is kept, in their
+    (`shardwise.model.lora.AdapterFacts`). ``capacity_factor`` is that of a program whose experts compute a fixed number
+    of rows and drop what exceeds it, ``None`` where none is dropped; ``balanced_experts``: the router is made to load
+    all experts alike, as in benchmarks of speed. ``average``: a moving average of the trained weights is kept, in their
     layout. ``objective`` is that of the plans that are searched.
     """
 
@@ -61,6 +63,8 @@ class Workload(BaseModel):
     double_quant: bool = True
     modules_to_save: tuple[str, ...] = ()
     average: bool = False
+    capacity_factor: float | None = None
+    balanced_experts: bool = False
     objective: Objective = "lm"
 
     @model_validator(mode="before")

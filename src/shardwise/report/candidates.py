@@ -26,7 +26,7 @@ WIDE = 100  # columns of a terminal
 RECOMPUTE = {"none": "–", "selective": "selective", "full": "full"}
 MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "?"}
 PLANNED = "◇"  # of a plan that this version does not run
-AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "pp": "pipeline"}
+AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline"}
 
 
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
@@ -99,7 +99,7 @@ def options_text(plan: Plan) -> str:
 
 def _shown(result: SearchResult) -> list[Candidate]:
     """Select rows: the best, the plain strategies, then the next best; in their order."""
-    plain = [c for c in result.candidates if not any(c.plan.dims.model_dump()[axis] > 1 for axis in ("tp", "pp", "cp"))]
+    plain = [c for c in result.candidates if not any(c.plan.dims.model_dump()[axis] > 1 for axis in ("tp", "pp", "cp", "ep"))]
     first = list(result.candidates[:1])
     wanted = first + [c for c in plain if c not in first]
     wanted += [c for c in result.candidates if c not in wanted]

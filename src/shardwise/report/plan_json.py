@@ -119,6 +119,7 @@ class TimeParts(Facts):
     data_parallel: float
     tensor_parallel: float
     context_parallel: float
+    expert_parallel: float
     pipeline: float
     optimizer: float
     offload: float
@@ -313,6 +314,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
             data_parallel=time.exposed_dp_s,
             tensor_parallel=time.exposed_tp_s,
             context_parallel=time.exposed_cp_s,
+            expert_parallel=time.exposed_ep_s,
             pipeline=time.pipeline_s,
             optimizer=time.optimizer_s,
             offload=time.offload_s,

@@ -23,7 +23,7 @@ from shardwise.search.problem import Costs, default_costs
 
 SECONDS = (
     *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),
-    *("pipeline_s", "optimizer_s", "offload_s", "host_s"),
+    *("exposed_ep_s", "pipeline_s", "optimizer_s", "offload_s", "host_s"),
 )
 RATES = ("tokens_per_s_per_device", "mfu")
 

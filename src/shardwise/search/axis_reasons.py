@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardwise.cost.time.pipeline_time import bubble_fraction
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import DEGREES
+from shardwise.plan.strategy import DEGREE_WORDS
 from shardwise.plan.traffic import crosses_nodes, sent_bytes, traffic_text
 from shardwise.search.candidate import Candidate
 from shardwise.search.problem import SearchProblem
@@ -16,7 +16,7 @@ from shardwise.units import bytes_text, number_text, seconds_text
 
 def axes_text(plan: Plan) -> str:
     """Format ``tp 2 × pp 4``."""
-    degrees = {axis: getattr(plan.dims, axis) for axis in DEGREES}
+    degrees = {axis: getattr(plan.dims, axis) for axis in DEGREE_WORDS}
     return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
 
 
@@ -25,7 +25,7 @@ def purposes(problem: SearchProblem, best: Candidate, others: Sequence[Candidate
 
     ``others`` are the candidates of the same request; those without such axes serve as comparison.
     """
-    if not best.plan.dims.splits_model:
+    if not best.plan.dims.splits_model and best.plan.dims.ep == 1:
         return []
     return [*_without(problem, best, others), *_each(problem, best)]
 
@@ -39,7 +39,7 @@ def _without(problem: SearchProblem, best: Candidate, others: Sequence[Candidate
             f"the global batch of {batch} has no sample for each of {world} devices: {shown} puts "
             f"{world // plan.dims.dp} devices on the samples of one rank"
         )
-    plain = [c for c in others if not c.plan.dims.splits_model]
+    plain = [c for c in others if not c.plan.dims.splits_model and c.plan.dims.ep == 1]
     fitting = [c for c in plain if c.fits is not False]
     if plain and not fitting:
         near = min(plain, key=lambda c: c.memory.device_bytes)
@@ -78,6 +78,12 @@ def _each(problem: SearchProblem, best: Candidate) -> Iterator[str]:
         yield (
             f"cp {dims.cp}: {tokens}attention exchanges them for heads, {bytes_text(sent['cp'])} a step {where}"
             f"{_waits(best, 'exposed_cp_s')}"
+        )
+    if dims.ep > 1:
+        experts, where = problem.profile.experts, traffic_text("ep", plan, cluster)
+        yield (
+            f"ep {dims.ep}: a rank has {experts // dims.ep} of {experts} experts of each layer whole, and tokens go to "
+            f"them, {bytes_text(sent['ep'])} a step {where}{_waits(best, 'exposed_ep_s')}"
         )
     if dims.pp > 1:
         micros, where = plan.grad_accum, traffic_text("pp", plan, cluster)

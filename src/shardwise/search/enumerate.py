@@ -12,8 +12,8 @@ from functools import lru_cache
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.dims import ParallelDims, dims_for
-from shardwise.plan.divisibility import context_fits, context_problem, length_problem, tensor_problem
+from shardwise.plan.dims import ParallelDims, dims_for, spread_problem
+from shardwise.plan.divisibility import context_fits, context_problem, expert_problem, length_problem, tensor_problem
 from shardwise.plan.optimizers import refusals
 from shardwise.plan.parallel_options import StepOptions, changed
 from shardwise.plan.plan import Plan, Recompute, axis_problems
@@ -25,6 +25,8 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 LEAST_TOKENS = 2048  # tokens of one sample on a rank, below which context parallel is not tried unless pinned
 IMBALANCE = 1.1  # longest pipeline stage over the mean, in blocks, above which a degree is not tried
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
+EXPERT_BASES: tuple[Base, ...] = ("zero1", "zero2", "fsdp", "hsdp")  # tried with ``+ep``; others need a pin
+EXPERT_DEGREES = tuple(2**n for n in range(1, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,11 @@ class Refusal:
 
 def complexity(strategy: Strategy) -> tuple[int, ...]:
     """Return the sort key of simplicity: model-parallel axes first, then offload, then sharding."""
-    degrees = (strategy.tp, strategy.pp, strategy.cp)
+    degrees = (strategy.tp, strategy.pp, strategy.cp, strategy.ep)
     axes = sum(degree > 1 for degree in degrees)
     swaps = strategy.offload + 2 * strategy.nvme
     foreign = int(strategy.engine != "torch")
-    return axes, swaps, foreign, BASES.index(strategy.base), strategy.tp * strategy.pp * strategy.cp
+    return axes, swaps, foreign, BASES.index(strategy.base), strategy.tp * strategy.pp * strategy.cp * strategy.ep
 
 
 def layouts(
@@ -125,8 +127,9 @@ def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) 
     Adapters and DeepSpeed need a pin.
     """
     world = cluster.world_size
-    found = []
+    found, experts = list[Strategy](), profile.experts
     length = workload.seq_len or profile.seq_len
+    degrees = [n for n in EXPERT_DEGREES if experts and experts % n == 0]
     cuts = [n for n in TENSOR_DEGREES if n <= cluster.devices_per_node and not _tensor_problem(profile, n)]
     for tp in [n for n in cuts if n == 1 or length is None or not length_problem(length, n, 1)]:
         for pp in pipeline_degrees(profile, world // tp):
@@ -137,12 +140,15 @@ def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) 
                     swaps = (False, True) if base in SHARDED else (False,)
                     for offload in swaps:
                         found.append(_strategy(base, tp, pp, cp, offload))
+                ranks = world // pp
+                for ep in (n for n in degrees if n % (tp * cp) == 0 and ranks % n == 0):
+                    found += [_strategy(base, tp, pp, cp, False, ep) for base in EXPERT_BASES]
     return found
 
 
 @lru_cache(maxsize=4096)
-def _strategy(base: Base, tp: int, pp: int, cp: int, offload: bool) -> Strategy:
-    return Strategy(base=base, tp=tp, pp=pp, cp=cp, offload=offload)
+def _strategy(base: Base, tp: int, pp: int, cp: int, offload: bool, ep: int = 1) -> Strategy:
+    return Strategy(base=base, tp=tp, pp=pp, cp=cp, offload=offload, ep=ep)
 
 
 def pipeline_degrees(profile: ModelProfile, ranks: int) -> list[int]:
@@ -168,7 +174,8 @@ def misfits(
     strategy: Strategy, profile: ModelProfile, workload: Workload, cluster: ClusterSpec, pins: Pins
 ) -> list[str]:
     """Return the conflicts of a pinned ``strategy`` with model and cluster, each with a fix."""
-    problems = [problem] if (problem := _tensor_problem(profile, strategy.tp)) else []
+    problems = [problem] if (problem := _tensor_problem(profile, strategy.tp, cuts_experts=strategy.ep == 1)) else []
+    problems += [problem] if (problem := expert_problem(profile.experts, strategy.ep)) else []
     blocks = profile.num_blocks
     if strategy.pp > max(blocks, 1):
         fix = f"use pp {blocks} or less" if blocks > 1 else "leave +pp out"
@@ -197,12 +204,13 @@ def _optimizer_problems(strategy: Strategy, workload: Workload, pins: Pins) -> l
     return [f"{workload.optimizer} {line}" for line in refusals(workload.optimizer, strategy, in_backward=early)]
 
 
-def _tensor_problem(profile: ModelProfile, tp: int) -> str:
+def _tensor_problem(profile: ModelProfile, tp: int, *, cuts_experts: bool = True) -> str:
     if tp == 1:
         return ""
     if profile.heads is None:
         return f"tp {tp} divides attention heads, and this model has none that are known; leave +tp out"
-    widths = {op.k for unit in profile.units if unit.kind == "block" for op in unit.ops if op.tp_sharding == "row"}
+    ops = [op for unit in profile.units if unit.kind == "block" for op in unit.ops if op.tp_sharding == "row"]
+    widths = {op.k for op in ops if cuts_experts or not op.experts}
     return tensor_problem(profile.heads, profile.kv_heads or profile.heads, tp, sorted(widths))
 
 
@@ -233,7 +241,8 @@ def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[list
         return [first], ""
     found, shard, ranks = [first], first.dp_shard * 2, first.dp
     while shard < ranks and ranks % shard == 0:
-        found.append(first.model_copy(update={"dp_replicate": ranks // shard, "dp_shard": shard}))
+        dims = first.model_copy(update={"dp_replicate": ranks // shard, "dp_shard": shard})
+        found += [] if spread_problem(dims) else [dims]
         shard *= 2
     return found, ""
 

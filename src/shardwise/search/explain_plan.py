@@ -25,12 +25,13 @@ PARTS = {
     "exposed_dp_s": "waits longer for data-parallel traffic",
     "exposed_tp_s": "waits longer for tensor-parallel traffic",
     "exposed_cp_s": "waits longer for context-parallel traffic",
+    "exposed_ep_s": "waits longer for expert-parallel traffic",
     "pipeline_s": "the pipeline idles",
     "optimizer_s": "the optimizer takes longer",
     "offload_s": "waits for host memory",
     "host_s": "the host launches kernels too slowly",
 }
-AXIS_OF = {"exposed_dp_s": "dp", "exposed_tp_s": "tp", "exposed_cp_s": "cp", "pipeline_s": "pp"}
+AXIS_OF = {"exposed_dp_s": "dp", "exposed_tp_s": "tp", "exposed_cp_s": "cp", "exposed_ep_s": "ep", "pipeline_s": "pp"}
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries", "context")
 
 

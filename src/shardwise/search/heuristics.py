@@ -43,6 +43,9 @@ class Totals:
     state_bytes: float  # of one trained element's optimizer state
     weight_bytes: float
     kv_share: float  # key-value heads over heads
+    experts: int = 0  # elements of routed experts
+    trained_experts: int = 0
+    copied: float = 0.0  # elements of a sample's tokens that are sent to experts, over all layers
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
@@ -70,6 +73,9 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         state_bytes=4.0 * (workload.optimizer_states or 0) if spec is None else spec.least_bytes,
         weight_bytes=stored / max(1, parameters),
         kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
+        experts=sum(w.num_elements * u.count for u in profile.units for w in u.weights if w.experts),
+        trained_experts=sum(w.num_elements * u.count for u in profile.units for w in u.weights if w.experts * w.trainable),
+        copied=each * sum(op.moved / 2 * u.count for u in profile.units for op in u.ops if op.name == "dispatch"),
     )
 
 
@@ -81,8 +87,17 @@ def min_bytes(totals: Totals, layout: Layout) -> float:
     model_ways = dims.tp * dims.pp
     ways = dims.dp_shard if strategy.shards_parameters else 1
     state_ways = dims.dp if strategy.base == "zero1" else ways
-    state_bytes = totals.parameters * totals.weight_bytes + totals.trainable * 4
-    return state_bytes / (model_ways * ways) + totals.trainable * totals.state_bytes / (model_ways * state_ways)
+    spread, trained = (totals.experts, totals.trained_experts) if dims.ep > 1 else (0, 0)
+    state_bytes = (totals.parameters - spread) * totals.weight_bytes + (totals.trainable - trained) * 4
+    experts_bytes = spread * totals.weight_bytes + trained * 4
+    own = dims.expert_shards if strategy.shards_parameters else 1
+    own_state = dims.expert_shards if strategy.shards_parameters or strategy.base == "zero1" else 1
+    return (
+        state_bytes / (model_ways * ways)
+        + (totals.trainable - trained) * totals.state_bytes / (model_ways * state_ways)
+        + experts_bytes / (dims.ep * own * dims.pp)
+        + trained * totals.state_bytes / (dims.ep * own_state * dims.pp)
+    )
 
 
 def rough_step_time_s(
@@ -105,6 +120,9 @@ def rough_step_time_s(
         link = totals.link if dims.tp * dims.cp <= totals.per_node else totals.network
         sent = 4 * activation * (1 + totals.kv_share) / dims.tp * (dims.cp - 1) / dims.cp  # tokens for heads, and back
         exposed += accum * blocks * sent / link
+    if dims.ep > 1:
+        link = totals.link if dims.ep <= totals.per_node else totals.network
+        exposed += accum * 4 * 2 * micro * totals.copied / (dims.cp * dims.tp * dims.pp) * (dims.ep - 1) / dims.ep / link
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
     model_ways = dims.tp * dims.pp
     if strategy.offload:
@@ -121,12 +139,19 @@ def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -
     def over(ranks: int) -> float:
         return (ranks - 1) / ranks / _rate(totals, ranks, inside)
 
-    gradients, narrow = totals.trainable * 4 / model_ways, totals.parameters * 2 / model_ways
+    spread, trained = (totals.experts, totals.trained_experts) if dims.ep > 1 else (0, 0)
+    gradients, narrow = (totals.trainable - trained) * 4 / model_ways, (totals.parameters - spread) * 2 / model_ways
+    seconds = 0.0
+    if spread:  # the ranks that have the same experts are apart, so few of them are on a node
+        gathered = weight_uses(strategy, accum) * spread * 2 if strategy.shards_parameters else 0
+        apart, moved = max(1, totals.per_node // dims.ep), gathered + 2 * reduces * trained * 4
+        rate = _rate(totals, dims.expert_shards, apart)
+        seconds += moved / (dims.ep * dims.pp) * (dims.expert_shards - 1) / dims.expert_shards / rate
     if not strategy.shards_parameters:
         again = 1.5 if strategy.base == "zero1" else 1.0
-        return 2 * gradients * over(dims.dp) * again
+        return seconds + 2 * gradients * over(dims.dp) * again
     gathers = weight_uses(strategy, accum)
-    seconds = (gathers * narrow + reduces * gradients) * over(dims.dp_shard)
+    seconds += (gathers * narrow + reduces * gradients) * over(dims.dp_shard)
     if dims.dp_replicate > 1:
         rate = _rate(totals, dims.dp_replicate, max(1, inside // dims.dp_shard))
         seconds += 2 * gradients / dims.dp_shard * (dims.dp_replicate - 1) / dims.dp_replicate / rate

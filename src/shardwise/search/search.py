@@ -391,7 +391,7 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
 
 def _is_plain(layout: Layout) -> bool:
     strategy = layout.strategy
-    return strategy.tp * strategy.pp * strategy.cp == 1
+    return strategy.tp * strategy.pp * strategy.cp * strategy.ep == 1
 
 
 def _plainness(plan: Plan) -> tuple[float, ...]:

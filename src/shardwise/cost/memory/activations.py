@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardwise.cost.expert_load import MEMORY_QUANTILE, fullest_load
 from shardwise.cost.memory.local_shapes import FP32, ShardLayout, UnitKey
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
@@ -60,7 +61,13 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         regathers=layout.masters,
         exchanges=layout.cp > 1 and layout.framework == "shardwise",
         own_loss=layout.framework == "shardwise",
+        ep=layout.ep,
+        load=1.0,
     )
+    if unit.experts:
+        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE)
+        load = load if layout.capacity_factor is None else layout.capacity_factor
+        sharding = replace(sharding, load=load, weighs_early=layout.framework != "shardwise")
     return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
 
@@ -69,7 +76,9 @@ class ActivationSharding:
     """Divisors of a unit's rows, heads and columns.
 
     ``regathers``: rows are gathered once more in backward, as in Megatron-LM (see the module docstring). ``exchanges``:
-    attention sees all tokens of some heads.
+    attention sees all tokens of some heads. ``load``: rows of experts on the fullest of ``ep`` ranks, of the mean.
+    ``weighs_early``: routing weights multiply inside the experts and not their results, which are not saved then, as in
+    Megatron-LM and torchtitan.
     """
 
     tp: int
@@ -79,9 +88,14 @@ class ActivationSharding:
     regathers: bool
     exchanges: bool
     own_loss: bool
+    ep: int = 1
+    load: float = 1.0
+    weighs_early: bool = False
 
     def of_input(self, op: Op) -> int:
         """Ranks that divide an op's saved input; a column-parallel product saves its full input."""
+        if op.experts and self.ep > 1:
+            return self.tp
         if op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not self.sequence):
             return 1
         full = op.kind == "matmul" and op.tp_sharding in ("column", "vocab") and not self.regathers
@@ -89,6 +103,8 @@ class ActivationSharding:
 
     def of_gradient(self, op: Op) -> int:
         """Ranks that divide the gradient of an op's input, before it is summed over them."""
+        if op.experts and self.ep > 1:
+            return self.tp
         return (
             1
             if op.tp_sharding == "none" or (op.kind == "matmul" and op.tp_sharding in ("column", "vocab"))
@@ -97,6 +113,8 @@ class ActivationSharding:
 
     def of_output(self, op: Op) -> int:
         """Ranks that divide an op's result; a row-parallel product makes full-size partial sums."""
+        if op.experts and self.ep > 1:
+            return self.tp
         if op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not self.sequence):
             return 1
         return 1 if op.kind == "matmul" and op.tp_sharding == "row" else self.tp
@@ -188,8 +206,14 @@ def _op_bytes(op: Op, width: int, autocasts: bool, sharding: ActivationSharding,
     if sharding.exchanges and op.kind == "attention":
         kept, moment = _exchanged(op, width, sharding)
         saved, temporary = saved + kept, temporary + moment
+    if op.experts:
+        saved = 0.0 if op.name == "combine" and sharding.weighs_early else saved * sharding.load
+        temporary *= sharding.load
     gradient_in = op.m * op.k * width / (sharding.cp * sharding.of_gradient(op)) if op.kind == "matmul" else saved
+    gradient_in *= sharding.load if op.experts and op.kind == "matmul" else 1.0
     elements = op.k * op.n / (sharding.tp if op.tp_sharding in ("column", "row", "vocab") else 1)
+    if op.experts:
+        elements = op.k * op.n * op.experts / (sharding.ep if sharding.ep > 1 else sharding.tp)
     return OpBytes(saved, temporary, gradient_in, elements if op.weight and op.kind == "matmul" else 0.0)
 
 
@@ -208,8 +232,9 @@ def _exchanged(op: Op, width: int, sharding: ActivationSharding) -> tuple[float,
 def _output_bytes(op: Op, width: int, sharding: ActivationSharding) -> float:
     """Bytes saved of an op by selective recompute: its result, of attention also the fp32 LSE."""
     if op.kind == "attention":
-        return op.m * op.heads * (op.head_dim * width + FP32) / (sharding.tp * sharding.cp)
-    return op.m * op.n * width / (sharding.cp * sharding.of_output(op))
+        return op.m * op.heads * ((op.value_dim or op.head_dim) * width + FP32) / (sharding.tp * sharding.cp)
+    load = sharding.load if op.experts else 1.0
+    return op.m * op.n * width * load / (sharding.cp * sharding.of_output(op))
 
 
 def _forward_peak(ops: list[OpBytes], *, keeps: bool) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from shardwise.cost.memory.expert_shards import expert_shape, rest_shape
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.optimizers import ParameterShard
@@ -60,6 +61,10 @@ class ShardLayout:
     sequence: bool = True  # activations between tensor-parallel regions are sharded along the sequence
     vocab: bool = True  # logits stay sharded over the vocabulary
     flat: bool = False  # FSDP1: a unit is one flat parameter with one gradient
+    ep: int = 1
+    expert_shards: int = 1  # ranks of FSDP2 that share the same experts
+    capacity_factor: float | None = None  # experts compute this many times their mean rows; None: what they get
+    balanced: bool = False  # a router that loads all experts alike
 
     @property
     def shards(self) -> bool:
@@ -90,6 +95,16 @@ class ShardLayout:
         """
         zero_bubble = self.pp > 1 and self.schedule in ("interleaved-zero-bubble", "zbv")
         return not self.reshards or zero_bubble or (self.pp > 1 and self.framework != "shardwise")
+
+    def ranks_of(self, weight: Weight) -> int:
+        """Return the ranks over which FSDP2 shards ``weight``."""
+        if not self.shards:
+            return 1
+        return self.expert_shards if self.ep > 1 and weight.experts else self.shard_ranks
+
+    def replicas_of(self, weight: Weight) -> int:
+        """Return the ranks that reduce the gradient of the same shard of ``weight`` or of all of it together."""
+        return self.replicas * self.tp // self.ep if self.ep > 1 and weight.experts else self.replicas
 
     @property
     def sums_replicas(self) -> bool:
@@ -153,7 +168,7 @@ class UnitWeights:
 
 def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
     """Return ``framework``, or the default one for ``strategy``."""
-    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp > 1
+    not_run = strategy.base == "zero1" and strategy.tp * strategy.pp * strategy.ep > 1
     return framework or ("megatron" if not_run else "shardwise")
 
 
@@ -161,7 +176,7 @@ def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
     """Build the `ShardLayout` of ``plan`` in the program of ``framework``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
-    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp > 1
+    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp * dims.ep > 1
     framework = framework_of(strategy, framework)
     return ShardLayout(
         strategy=strategy,
@@ -179,6 +194,8 @@ def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
         stage_blocks=plan.stage_blocks,
         sequence=plan.sequence_parallel,
         vocab=plan.loss_parallel,
+        ep=dims.ep,
+        expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
     )
 
 
@@ -305,7 +322,9 @@ def micro_batches_in_flight(layout: ShardLayout, rank: int, grad_accum: int) -> 
 def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     """Bytes of one ``unit`` on the fullest rank; cached by the unit's identity."""
     ranks = layout.shard_ranks if layout.shards else 1
-    return _unit_weights(UnitKey(unit), ranks, layout.tp, layout.width, layout.shards, layout.masters, layout.flat)
+    spread = (layout.ep, layout.expert_shards if layout.shards else 1) if layout.ep > 1 else (1, ranks)
+    wide, tp = layout.width, layout.tp
+    return _unit_weights(UnitKey(unit), ranks, tp, wide, layout.shards, layout.masters, layout.flat, spread)
 
 
 class ProfileKey:
@@ -340,19 +359,28 @@ class UnitKey:
 
 @lru_cache(maxsize=4096)
 def _unit_weights(
-    same: UnitKey, ranks: int, tp: int, wide: int, shards: bool, masters: bool, flat: bool
+    same: UnitKey,
+    ranks: int,
+    tp: int,
+    wide: int,
+    shards: bool,
+    masters: bool,
+    flat: bool,
+    spread: tuple[int, int],
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
-    With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
+    ``spread`` is over how many ranks experts are spread, and how many shard the same ones. With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
     """
     weights = same.unit.weights
     if masters:
         weights = tuple(replace(w, itemsize=min(w.itemsize, wide)) for w in weights)
-    shapes = [tp_shape(weight, tp, vocab=same.unit.kind != "block") for weight in weights]
+    ep, expert_shards = spread
+    shapes = [local_weight(weight, tp, ep, vocab=same.unit.kind != "block") for weight in weights]
+    each = [expert_shards if w.experts else ranks for w in weights]
     local = [math.prod(shape) for shape in shapes]
-    at_rest = [rest_elements(shape, ranks) for shape in shapes]
-    both = [(w, n, rest, rest * ranks) for w, n, rest in zip(weights, local, at_rest, strict=True)]
+    at_rest = [math.prod(rest_shape(w, shape, n)) for w, shape, n in zip(weights, shapes, each, strict=True)]
+    both = [(w, n, rest, rest * m) for w, n, rest, m in zip(weights, local, at_rest, each, strict=True)]
     trained = [row for row in both if row[0].trainable]
     carried = both if flat and trained else trained
     reduced = wide if flat else FP32
@@ -369,7 +397,7 @@ def _unit_weights(
         full=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),
         gathered=_merged(sent),
         sent=sum(sent),
-        shard_sent=sum(sent) // ranks,
+        shard_sent=sum(size // m for size, m in zip(sent, each, strict=True)) if ep > 1 else sum(sent) // ranks,
         full_gradients=sum(n * (wide if shards else FP32) for _, n, _, _ in carried),
         last_gradient=trained[-1][1] * wide if trained and shards and ranks > 1 else 0,
         waiting=sum(n * reduced for _, n, _, _ in carried),
@@ -399,7 +427,7 @@ def exchanged_elements(unit: Unit, tp: int) -> int:
     few = attention is not None and attention.kv_heads % tp != 0
     found, columns = 0, list[Op]()
     for op in unit.ops:
-        if op.kind != "matmul":
+        if op.kind != "matmul" or op.experts:  # a gate and what it gates lie in each expert as they are cut
             continue
         if op.tp_sharding == "column":
             columns.append(op)
@@ -424,11 +452,11 @@ def tp_shape(weight: Weight, tp: int, *, vocab: bool = True) -> tuple[int, ...]:
     return (*weight.shape[:dim], math.ceil(weight.shape[dim] / tp), *weight.shape[dim + 1 :])
 
 
-def rest_elements(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a tensor on the fullest of ``ranks`` ranks: FSDP2's first chunk of dim 0."""
-    if ranks == 1 or not shape or not shape[0]:
-        return math.prod(shape)
-    return math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+def local_weight(weight: Weight, tp: int, ep: int, *, vocab: bool = True) -> tuple[int, ...]:
+    """Shape of ``weight`` on one rank before FSDP shards it; ``ep`` leaves experts whole under tensor parallel."""
+    if ep > 1 and weight.experts:
+        return expert_shape(weight, ep)
+    return tp_shape(weight, tp, vocab=vocab)
 
 
 def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int | None:
@@ -443,12 +471,13 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
         if layout.masters:
             return optimizer_mean_bytes(pieces, layout, workload)
         return _fullest_share(pieces, layout, workload)
-    ranks = layout.shard_ranks if layout.shards else 1
     master = FP32 if layout.masters else 0
     return sum(
         piece.count
         * (
-            _state_bytes(_rest_shape(_local(w, piece, layout), ranks), workload, w, piece.is_block)
+            _state_bytes(
+                rest_shape(w, _local(w, piece, layout), layout.ranks_of(w)), workload, w, piece.is_block
+            )
             + master * _elements(w, piece, layout)
         )
         for piece in pieces
@@ -469,25 +498,22 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
     master = FP32 if layout.masters else 0
-    full = sum(
-        p.count * (_state_bytes(_local(w, p, layout), workload, w, p.is_block) + master * _elements(w, p, layout))
-        for p in pieces
-        for w in p.unit.weights
-        if w.trainable
-    )
-    return full // layout.replicas
+    full: dict[int, int] = {}
+    for p in pieces:
+        for w in p.unit.weights:
+            if w.trainable:
+                state = _state_bytes(_local(w, p, layout), workload, w, p.is_block) + master * _elements(w, p, layout)
+                ranks = layout.replicas_of(w)
+                full[ranks] = full.get(ranks, 0) + p.count * state
+    return sum(state // ranks for ranks, state in full.items())
 
 
 def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int, ...]:
-    return tp_shape(weight, layout.tp, vocab=not piece.is_block)
+    return local_weight(weight, layout.tp, layout.ep, vocab=not piece.is_block)
 
 
 def _elements(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> int:
     return math.prod(_local(weight, piece, layout))
-
-
-def _rest_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    return shape if ranks == 1 or not shape else (math.ceil(shape[0] / ranks), *shape[1:])
 
 
 def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:

@@ -6,7 +6,7 @@ computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 
@@ -61,6 +61,7 @@ class _Key:
             dims.tp,
             dims.pp,
             dims.cp,
+            dims.ep,
             plan.precision,
             plan.recompute,
             *_OPTIONS(plan),
@@ -75,6 +76,8 @@ class _Key:
             workload.compiled,
             workload.average,
             workload.fused_loss,
+            workload.capacity_factor,
+            workload.balanced_experts,
         )
         self._hash = hash(self._facts)
 
@@ -98,6 +101,8 @@ def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> i
 def _lines(key: _Key) -> tuple[BytesLine, ...]:
     plan, workload = key.plan, key.workload
     layout = layout_of(plan)
+    if workload.capacity_factor is not None or workload.balanced_experts:
+        layout = replace(layout, capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
         in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -35,7 +35,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import generation_name, generations
 from shardwise.model.lora import without_adapters
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.dims import ParallelDims
+from shardwise.plan.dims import ParallelDims, expert_dims
 from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy, parse_strategy
@@ -147,7 +147,7 @@ def step_time(
 
 
 def _shardings(plan: Plan) -> bool:
-    return plan.dims.tp * plan.dims.pp * plan.dims.cp > 1
+    return plan.dims.tp * plan.dims.pp * plan.dims.cp * plan.dims.ep > 1
 
 
 def _split(
@@ -176,6 +176,9 @@ def _split(
         ring=framework != "shardwise",
         shards_ends=framework != "shardwise",
         loss_parallel=plan.loss_parallel,
+        ep=plan.dims.ep,
+        capacity_factor=workload.capacity_factor,
+        balanced_experts=workload.balanced_experts,
     )
 
 
@@ -204,12 +207,13 @@ def _micro_batches(
     slowest = max(range(len(stages)), key=lambda i: sum(hosted[i]))
     slow, busy = stages[slowest], micros * sum(hosted[slowest])
     device = micros * (slow.forward_s + slow.backward_s)
-    shown = micros * (slow.compute_s + slow.recompute_s + slow.tp_s + slow.cp_s)
+    shown = micros * (slow.compute_s + slow.recompute_s + slow.tp_s + slow.cp_s + slow.ep_s)
     return {
         "compute_s": micros * slow.compute_s,
         "recompute_s": micros * slow.recompute_s,
         "exposed_tp_s": micros * slow.tp_s,
         "exposed_cp_s": micros * slow.cp_s,
+        "exposed_ep_s": micros * slow.ep_s,
         "exposed_dp_s": _clean(device - shown) + max(s.sync_s for s in stages),
         "pipeline_s": _clean(full - busy),
         "host_s": _clean(busy - device),
@@ -222,7 +226,8 @@ def _unit_times(
 ) -> tuple[UnitTime, ...]:
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
-    times = tuple(unit_time(machine, unit, split) for unit in profile.value.units)
+    made = {id(unit): unit_time(machine, unit, split) for unit in {id(u): u for u in profile.value.units}.values()}
+    times = tuple(made[id(unit)] for unit in profile.value.units)
     if not all(is_finite(time) for time in times):
         raise PlanError(
             f"'{cluster.value.device_name}' in {split.precision}: a rate or a link's bandwidth is not known, so no "
@@ -315,14 +320,52 @@ def _traffics(
     assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    return tuple(_traffic(machine, time, split, base, dims, accumulates, copies) for time in times)
+    made = {id(time): _traffic(machine, time, split, base, dims, accumulates, copies) for time in times}
+    return tuple(made[id(time)] for time in times)
 
 
 def _traffic(
     machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, copies: Copies
 ) -> WireTime:
-    """Collectives and copies of one unit: gathered in the compute type, reduced in fp32."""
-    width, per_node = COMPUTE_BYTES[split.precision], machine.cluster.devices_per_node
+    """Collectives and copies of one unit: gathered in the compute type, reduced in fp32.
+
+    Experts that are spread over ranks move between the ranks that have the same ones, after the rest of their unit.
+    """
+    if not time.expert_elements:
+        return _unit_traffic(machine, time, split, base, dims, accumulates, copies)
+    rest = replace(
+        time,
+        elements=time.elements - time.expert_elements,
+        trainable=time.trainable - time.expert_trainable,
+        at_rest_bytes=time.at_rest_bytes - time.expert_at_rest_bytes,
+    )
+    experts = replace(
+        time, elements=time.expert_elements, trainable=time.expert_trainable, at_rest_bytes=time.expert_at_rest_bytes
+    )
+    among = expert_dims(dims)
+    one = _unit_traffic(machine, rest, split, base, dims, accumulates, copies)
+    other = _unit_traffic(machine, experts, split, base, among, accumulates, copies, apart=dims.ep)
+    return WireTime(
+        gather_s=one.gather_s + other.gather_s,
+        reduce_s=one.reduce_s + other.reduce_s,
+        copy_forward_s=one.copy_forward_s + other.copy_forward_s,
+        copy_backward_s=one.copy_backward_s + other.copy_backward_s,
+    )
+
+
+def _unit_traffic(
+    machine: Machine,
+    time: UnitTime,
+    split: WorkSplit,
+    base: str,
+    dims: ParallelDims,
+    accumulates: bool,
+    copies: Copies,
+    *,
+    apart: int = 1,
+) -> WireTime:
+    """`_traffic` of weights that all ranks of ``dims`` share; ``apart`` ranks lie between neighbours."""
+    width, per_node = COMPUTE_BYTES[split.precision], max(1, machine.cluster.devices_per_node // apart)
     inner = max(1, per_node // dims.tp)
     low_precision = width < MASTER_BYTES
     if base in ("ddp", "zero1"):

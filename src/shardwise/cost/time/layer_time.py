@@ -10,9 +10,10 @@ import math
 from dataclasses import dataclass
 
 from shardwise.cost.flops import attention_square_flops, recomputed
+from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.machine import Machine
-from shardwise.model.profile import Op, Unit
+from shardwise.model.profile import Op, Unit, Weight
 from shardwise.plan.plan import Precision, Recompute
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -61,6 +62,15 @@ class WorkSplit:
     ring: bool = False
     shards_ends: bool = False
     loss_parallel: bool = True
+    ep: int = 1
+    capacity_factor: float | None = None
+    balanced_experts: bool = False
+
+    def experts_of(self, op: Op) -> tuple[float, int]:
+        """Return how a rank's rows of experts compare to those of a sample, and how many local experts have them."""
+        load = load_of(op.experts, self.ep, self.capacity_factor, balanced=self.balanced_experts)
+        ranks = self.cp * (self.tp if self.ep > 1 else 1)
+        return self.micro * load / ranks, max(1, op.experts // self.ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,12 @@ class UnitTime:
     elements: float  # weights of the unit on one tensor-parallel rank
     trainable: float
     at_rest_bytes: float  # bytes of those weights as they are stored, before any sharding
+    ep_forward_s: float = 0.0
+    ep_backward_s: float = 0.0
+    ep_recompute_s: float = 0.0
+    expert_elements: float = 0.0  # of the elements, those of experts that are spread over ranks
+    expert_trainable: float = 0.0
+    expert_at_rest_bytes: float = 0.0
 
 
 def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
@@ -101,10 +117,14 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
             cp_recompute += there if repeated else 0.0
     tp_forward, tp_backward, tp_recompute = tensor_parallel_s(machine, unit, split)
-    weights = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
-    trainable = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.trainable)
-    at_rest = sum(w.num_elements * w.itemsize / (split.tp if w.tp_dim is not None else 1) for w in unit.weights)
-    packed = sum(w.num_elements / (split.tp if w.tp_dim is not None else 1) for w in unit.weights if w.itemsize < 1)
+    local = [(w, w.num_elements / _ways(w, split)) for w in unit.weights]
+    weights = sum(n for _, n in local)
+    trainable = sum(n for w, n in local if w.trainable)
+    at_rest = sum(n * w.itemsize for w, n in local)
+    packed = sum(n for w, n in local if w.itemsize < 1)
+    spread = [(w, n) for w, n in local if w.experts and split.ep > 1]
+    moved = dispatch_s(machine, unit, split.ep, split.micro / split.cp / split.tp, COMPUTE_BYTES[split.precision])
+    again = 1.0 if split.recompute != "none" else 0.0  # what follows the last product is not executed again
     if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
         forward, backward = forward + unpack, backward + unpack
@@ -128,7 +148,20 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         elements=weights,
         trainable=trainable,
         at_rest_bytes=at_rest,
+        ep_forward_s=2 * moved,
+        ep_backward_s=2 * moved,
+        ep_recompute_s=again * moved,
+        expert_elements=sum(n for _, n in spread),
+        expert_trainable=sum(n for w, n in spread if w.trainable),
+        expert_at_rest_bytes=sum(n * w.itemsize for w, n in spread),
     )
+
+
+def _ways(weight: Weight, split: WorkSplit) -> int:
+    """Ranks over which model-parallel axes divide a weight."""
+    if weight.experts and split.ep > 1:
+        return split.ep
+    return split.tp if weight.tp_dim is not None else 1
 
 
 def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:
@@ -144,6 +177,8 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
         elif op.tp_sharding == "sequence" and shards_sequence(unit, split):
             rows /= tp
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
+        if op.experts:
+            return _experts_s(machine, op, depth, columns, split, precision)
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
         if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
             weights = depth * columns if split.casts_weights else 0.0
@@ -161,6 +196,23 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
     return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
 
 
+def _experts_s(
+    machine: Machine, op: Op, depth: float, columns: float, split: WorkSplit, precision: Precision
+) -> tuple[float, float]:
+    """Seconds of one grouped product over the rows of the fullest rank."""
+    part, local = split.experts_of(op)
+    if split.ep > 1:
+        depth, columns = float(op.k), float(op.n)
+    ahead, back = grouped_s(machine, op, op.m * part, depth, columns, local, precision)
+    if precision == "fp8":
+        weights = depth * columns * local if split.casts_weights else 0.0
+        cast = machine.cast_s(op.m * part * depth + weights), machine.cast_s(op.m * part * (2 * columns + depth) + weights)
+        plain = grouped_s(machine, op, op.m * part, depth, columns, local, "bf16")
+        ahead, back = ahead + cast[0], back + cast[1]
+        return (ahead, back) if ahead + back < sum(plain) else plain
+    return ahead, back
+
+
 def _products_s(
     machine: Machine, op: Op, rows: float, depth: float, columns: float, precision: Precision
 ) -> tuple[float, float]:
@@ -176,6 +228,8 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     full = op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not shards_sequence(unit, split))
     full = full or (op.kind == "loss" and not split.loss_parallel)
     share = split.cp * (1 if full else split.tp)
+    if op.experts and split.ep > 1:
+        share = split.micro / split.experts_of(op)[0]
     if split.compiled and op.fusible and unit.kind == "block":
         moved = COMPILED_MOVES * op.moved * width
     else:
@@ -254,7 +308,8 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     per_node = machine.cluster.devices_per_node
     width = COMPUTE_BYTES[split.precision]
     message = unit.input_elements * split.micro * width / split.cp
-    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row")
+    rows = sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row" and not op.experts)
+    rows += _gathered_mlps(unit, split)
     vocab = sum(1 for op in unit.ops if op.tp_sharding == "vocab" and op.kind in ("matmul", "embedding"))
     if unit.kind == "embedding":  # bytes that its lookup writes; it reads as many
         message = sum(op.moved for op in unit.ops if op.tp_sharding == "vocab") / 2 * split.micro * width / split.cp
@@ -287,10 +342,20 @@ def tensor_parallel_s(machine: Machine, unit: Unit, split: WorkSplit) -> tuple[f
     return gather + losses, scatter, 0.0
 
 
+def _gathered_mlps(unit: Unit, split: WorkSplit) -> int:
+    """Rows of a routed MLP that tensor parallel gathers and sums beside those of dense products.
+
+    Without ``+ep`` experts are cut like any MLP, and one gather and one sum serve them and the shared experts.
+    """
+    routed = any(op.experts for op in unit.ops)
+    shared = any(op.name == "shared_down" for op in unit.ops)
+    return 1 if routed and split.ep == 1 and not shared else 0
+
+
 def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
     """Seconds of the products for the gradients of a unit's column-parallel weights."""
     rows, precision = split.micro / split.cp, split.precision
-    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "column" and op.weight]
+    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "column" and op.weight and not op.experts]
     return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in column_parallel)
 
 
@@ -302,9 +367,10 @@ def collectives_of(unit: Unit, split: WorkSplit) -> int:
     if split.tp <= 1:
         return 0
     each = 2 if split.sequence_parallel else 1
-    return each * sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row")
+    dense = sum(1 for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "row" and not op.experts)
+    return each * (dense + _gathered_mlps(unit, split))
 
 
 def is_finite(time: UnitTime) -> bool:
     """Return False where a rate or a link's bandwidth is unknown."""
-    return math.isfinite(time.forward_s + time.tp_forward_s + time.cp_forward_s)
+    return math.isfinite(time.forward_s + time.tp_forward_s + time.cp_forward_s + time.ep_forward_s)

@@ -53,18 +53,18 @@ class Machine:
     rates: Rates | None
     calibration: Calibration | None = None
 
-    def matmul_s(self, m: float, k: float, n: float, precision: str) -> float:
-        """Seconds of one (m × k) · (k × n) product."""
+    def matmul_s(self, m: float, k: float, n: float, precision: str, *, batch: int = 1) -> float:
+        """Seconds of ``batch`` products (m × k) · (k × n)."""
         if not (m and k and n):
             return 0.0
         if self.rates is not None:
-            return 2.0 * m * k * n / self.rates.flops_per_s
+            return 2.0 * batch * m * k * n / self.rates.flops_per_s
         assert self.gpu is not None
-        seconds = kernels.matmul_s(self.gpu, math.ceil(m), math.ceil(k), math.ceil(n), precision=precision)
+        seconds = kernels.matmul_s(self.gpu, math.ceil(m), math.ceil(k), math.ceil(n), precision=precision, batch=batch)
         seconds *= in_step(self.gpu)[0]
         limit = lasting_flops(self.gpu) if precision in ("bf16", "fp16") else None
         if limit is not None:
-            seconds = larger(seconds, 2.0 * m * k * n / limit)
+            seconds = larger(seconds, 2.0 * batch * m * k * n / limit)
         if precision not in self.gpu.measured_flops:
             seconds *= power_factor(self.gpu)
         if precision in ("bf16", "fp16"):

@@ -56,10 +56,13 @@ def update_s(
     """
     dims = plan.dims
     counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
-    trainable = sum(count * time.trainable for count, time in zip(counts, times, strict=True))
+    trainable = sum(count * (time.trainable - time.expert_trainable) for count, time in zip(counts, times, strict=True))
+    experts = sum(count * time.expert_trainable for count, time in zip(counts, times, strict=True))
     stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
     shards = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
     stepped = trainable / (dims.dp * dims.cp if strategy.base == "zero1" else shards)
+    divided = strategy.base == "zero1" or strategy.shards_parameters
+    stepped += experts / (dims.expert_shards if divided else 1)  # of one replica: `ParallelDims.expert_shards`
     spec = OPTIMIZERS.get(workload.optimizer or "")
     moves = 12.0 + 8.0 * (workload.optimizer_states or 0) if spec is None else spec.moved_bytes
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
@@ -67,7 +70,11 @@ def update_s(
     if strategy.base == "zero1":
         width = COMPUTE_BYTES[plan.precision] if distributed else MASTER_BYTES
         after = machine.collective_s("all_gather", width * trainable, ranks, inner)
-    clip = machine.memory_s(CLIP_MOVES * trainable / shards)
+        outside = max(1, machine.cluster.devices_per_node // dims.ep)
+        after += machine.collective_s("all_gather", width * experts, dims.expert_shards, outside) if experts else 0.0
+    held = trainable / shards + experts / (dims.expert_shards if strategy.shards_parameters else 1)
+    clip = machine.memory_s(CLIP_MOVES * held)
+    trainable += experts
     if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
         return machine.memory_s(moves * stepped) + clip, after, 0.0
     pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None

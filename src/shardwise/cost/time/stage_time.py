@@ -36,19 +36,21 @@ class StageTime:
     recompute_s: float
     tp_s: float
     cp_s: float
+    ep_s: float
     host_forward_s: float
     host_backward_s: float
-    ahead_s: tuple[float, float, float]  # of the forward alone: computing, tensor parallel, context parallel
+    ahead_s: tuple[float, float, float, float]  # of the forward alone: computing; tensor, context, expert parallel
 
     def with_reference(self, other: StageTime) -> StageTime:
         """Return the stage with the forward of a frozen reference in front: no backward, and nothing is recomputed."""
-        compute, tp, cp = other.ahead_s
+        compute, tp, cp, ep = other.ahead_s
         return replace(
             self,
             forward_s=self.forward_s + other.forward_s,
             compute_s=self.compute_s + compute,
             tp_s=self.tp_s + tp,
             cp_s=self.cp_s + cp,
+            ep_s=self.ep_s + ep,
             host_forward_s=self.host_forward_s + other.host_forward_s,
         )
 
@@ -75,7 +77,7 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
     last: list[UnitRun] = []
     root_gather = root_reduce = 0.0
     compute = recompute = tp = cp = host_forward = host_backward = 0.0
-    compute_ahead = tp_ahead = cp_ahead = 0.0
+    compute_ahead = tp_ahead = cp_ahead = ep = ep_ahead = 0.0
     for count, index in units:
         time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
         forward = time.forward_s + wire.copy_forward_s
@@ -89,14 +91,17 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         cp += count * (time.cp_forward_s + cp_backward)
         compute_ahead, tp_ahead = compute_ahead + count * forward, tp_ahead + count * tp_forward
         cp_ahead += count * time.cp_forward_s
+        ep_backward = time.ep_backward_s + time.ep_recompute_s
+        ep += count * (time.ep_forward_s + ep_backward)
+        ep_ahead += count * time.ep_forward_s
         host_forward += count * time.host_forward_s
         host_backward += count * time.host_backward_s
         gather = wire.gather_s if sharded and block else 0.0
         reduce = wire.reduce_s if block or not sharded else 0.0
         if sharded and not block:
             root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
-        ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s, gather))
-        seconds = backward + time.recompute_s + tp_backward + cp_backward
+        ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s + time.ep_forward_s, gather))
+        seconds = backward + time.recompute_s + tp_backward + cp_backward + ep_backward
         regather = gather if pieces.strategy.reshards_after_forward else 0.0
         back.append(UnitRun(count, seconds, regather, reduce if pieces.every else 0.0))
         last.append(UnitRun(count, seconds, regather, reduce))
@@ -121,9 +126,10 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         recompute_s=recompute,
         tp_s=tp,
         cp_s=cp,
+        ep_s=ep,
         host_forward_s=host_forward,
         host_backward_s=host_backward,
-        ahead_s=(compute_ahead, tp_ahead, cp_ahead),
+        ahead_s=(compute_ahead, tp_ahead, cp_ahead, ep_ahead),
     )
 
 

@@ -10,7 +10,7 @@ class StepTime(BaseModel):
 
     The parts add up to ``step_s``; ``exposed_*`` is communication that no computation hides. ``low_s`` and ``high_s``
     bound the middle 80 % of the likely range, according to the model's error on published measurements. ``mfu`` is None
-    where the device's peak is unknown; it counts 6 FLOPs per parameter and token plus the full attention square (the
+    where the device's peak is unknown; it counts 6 FLOPs per parameter that a token uses, and token, plus the full attention square (the
     PaLM convention), recompute not counted.
     """
 
@@ -24,6 +24,7 @@ class StepTime(BaseModel):
     exposed_dp_s: float = 0.0
     exposed_tp_s: float = 0.0
     exposed_cp_s: float = 0.0
+    exposed_ep_s: float = 0.0
     pipeline_s: float = 0.0
     optimizer_s: float = 0.0
     offload_s: float = 0.0
