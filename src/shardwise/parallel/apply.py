@@ -63,6 +63,7 @@ class Applied:
     warnings: tuple[str, ...] = ()
     decision: Decision | None = None
     engine: Engine | None = None
+    experts: ExpertMeshes | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
@@ -136,7 +137,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision)
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts)
 
 
 def is_unwrapped(module: object) -> bool:

@@ -85,7 +85,7 @@ class _Watched:
     logits: torch.Tensor | None = None
 
 
-Seen = Callable[[str, torch.Tensor, torch.Tensor], None]
+Seen = Callable[..., None]  # of a layer, a micro batch, the experts, their weights, logits, and rows that count
 
 
 class Routing:
@@ -104,6 +104,7 @@ class Routing:
         self.loss = 0.0
         self.done: list[MicroRouting] = []
         self.watcher: Seen | None = None
+        self.modules: dict[int, nn.Module] = {}  # of this rank, by the layer's number
         self._step: Any = None
         self._active: MicroRouting | None = None
         self._watched: list[_Watched] = []
@@ -126,6 +127,7 @@ class Routing:
                 continue
             router = None if layer.router is None else parts.get(layer.router)
             watched = _Watched(layer.num_experts, index, router)
+            self.modules[index] = parts[layer.name]
             self._watched.append(watched)
             if router is not None and self.terms.has_loss:
                 router.register_forward_hook(self._router_hook(watched))
@@ -216,7 +218,7 @@ class Routing:
                 rows = torch.ones(len(index), dtype=torch.float64) if active.mask is None else active.mask
                 self._count(watched, index, rows.to(index.device))
                 if self.watcher is not None:
-                    self.watcher(self.names[watched.index], hidden, index)
+                    self.watcher(watched.index, len(self.done) - 1, index, weights, logits, rows)
                 if logits is not None:
                     active.add(logits.flatten(0, -2), index)
             used = active or (self.done[-1] if self.done else None)  # a recomputation has the graph of the first run

@@ -97,3 +97,16 @@ class ScaledGradient(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad * ctx.scale, None
+
+
+class Untouched(Function):
+    """Rows as they are, none; the gradient of ``weights`` is zero, not missing: ranks reduce the same tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*weights)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ModelError
 from shardwise.model.expert_layers import expert_layers
-from shardwise.parallel.experts.dispatch import Exchange, ScaledGradient, Share, Whole, counts_from
+from shardwise.parallel.experts.dispatch import Exchange, ScaledGradient, Share, Untouched, Whole, counts_from
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.divisibility import expert_problem
 from shardwise.plan.plan import Plan
@@ -91,7 +91,8 @@ class ExpertsHere:
     """Experts of a layer on this rank: those from ``first`` on.
 
     ``scale`` makes FSDP2's mean over the ranks with the same experts one over all data-parallel ranks (a divide factor
-    of its own is applied twice by torch 2.13 where only one rank has them). ``received`` is called with the rows that each of them computes, for receipts.
+    of its own is applied twice by torch 2.13 where only one rank has them). ``computed`` is called with the rows that
+    are computed, and the expert of each, for receipts.
     """
 
     meshes: ExpertMeshes
@@ -99,7 +100,7 @@ class ExpertsHere:
     number: int
     total: int
     scale: float
-    received: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    computed: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     inner: Any = field(default=None)
 
 
@@ -141,8 +142,9 @@ def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     def place(parameter: nn.Parameter) -> Shard:
         local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        dims = [dim for dim, size in enumerate(local.shape) if size % shards == 0]
-        return Shard(dims[0] if dims else 0)
+        if shards <= local.shape[0]:
+            return Shard(0)
+        return Shard(next((dim for dim in range(1, local.ndim) if local.shape[dim] % shards == 0), 0))
 
     policy = replace(mixed_precision_policy(plan, is_root=False), cast_forward_inputs=False)  # a router's stay fp32
     fully_shard(
@@ -183,8 +185,6 @@ def _routed(
     sends, receives = counts.reshape(ranks, -1).sum(1).tolist(), incoming.sum(1).tolist()
     rows = Exchange.apply(hidden[order // top_k], sends, receives, group)
     expert = torch.arange(here.number, device=rows.device).repeat(ranks).repeat_interleave(incoming.reshape(-1))
-    if here.received is not None:
-        here.received(rows, expert)
     found = Exchange.apply(_local(module, here, rows, expert), receives, sends, group)
     weighted = found * weights.reshape(-1)[order].unsqueeze(-1)
     out = torch.zeros_like(hidden)
@@ -193,10 +193,12 @@ def _routed(
 
 def _local(module: nn.Module, here: ExpertsHere, rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """Compute rows by the model's own forward, each by one expert of this rank with weight 1."""
-    if not len(rows):
-        return rows
     whole = module._parameters
     parts = {key: _scaled(p, here.scale) for key, p in whole.items() if p is not None}
+    if not len(rows):
+        return Untouched.apply(rows, *parts.values())  # type: ignore[no-any-return]
+    if here.computed is not None:
+        here.computed(rows, expert)
     object.__setattr__(module, "_parameters", parts)
     try:
         found: torch.Tensor = here.inner(rows, expert.unsqueeze(-1), rows.new_ones((len(rows), 1)))

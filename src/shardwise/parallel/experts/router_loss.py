@@ -52,14 +52,15 @@ class MicroRouting:
 
     def add(self, logits: torch.Tensor, index: torch.Tensor) -> None:
         """Add one layer's choices."""
-        wide = logits.detach().double()
+        wide = logits.detach() if logits.dtype == torch.float64 else logits.detach().float()
         rows = torch.ones(len(wide), dtype=torch.float64, device=wide.device) if self.mask is None else self.mask
+        share = rows.unsqueeze(-1) * wide.softmax(-1)
         number = self.num_experts
         each = rows.unsqueeze(-1).expand(index.shape).reshape(-1)
         self.sums[:number].index_add_(0, index.reshape(-1), each)
-        self.sums[number : 2 * number] += rows @ wide.softmax(-1)
+        self.sums[number : 2 * number] += share.sum(0)
         self.sums[2 * number] += rows.sum()
-        self.sums[2 * number + 1] += rows @ wide.logsumexp(-1).square()
+        self.sums[2 * number + 1] += (rows * wide.logsumexp(-1).square()).sum()
 
     def send(self) -> None:
         """Begin to add the sums over all ranks; they are needed in the backward."""
@@ -100,7 +101,8 @@ class RouterLoss(Function):
         wide = logits if logits.dtype == torch.float64 else logits.float()
         share = wide.softmax(-1)
         shares = (sums[:number] / rows).to(wide.dtype)
-        found = routing.terms.aux_loss * number * share * (shares - (share @ shares).unsqueeze(-1))
+        mean = (share * shares).sum(-1, keepdim=True)
+        found = routing.terms.aux_loss * number * share * (shares - mean)
         if routing.terms.z_loss:
             found = found + 2.0 * routing.terms.z_loss * wide.logsumexp(-1, keepdim=True) * share
         found = found * (routing.factor / rows).to(wide.dtype)
