@@ -21,18 +21,15 @@ class ExpertLayer:
     """Layer of experts: ``name`` of the module with the stacked weights [experts, ...], and of its ``router``.
 
     The module's forward takes tokens [tokens, width], the experts of each [tokens, k] and their weights [tokens, k].
-    ``router`` is its sibling with a weight [experts, width]; ``None`` where there is no such one.
+    ``router`` is its sibling with a weight [experts, width]; ``None`` where there is no such one. ``parameters`` are the
+    names of the stacked weights in the whole model.
     """
 
     name: str
     module: Any
     router: str | None
     num_experts: int
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names of the stacked weights in the whole model."""
-        return tuple(f"{self.name}.{key}" for key, _ in self.module.named_parameters(recurse=False))
+    parameters: tuple[str, ...]
 
 
 def expert_layers(module: nn.Module) -> tuple[ExpertLayer, ...]:
@@ -43,7 +40,8 @@ def expert_layers(module: nn.Module) -> tuple[ExpertLayer, ...]:
             number = _stacked(child)
             if number is not None:
                 name = clean_name(f"{prefix}.{key}." if prefix else f"{key}.").rstrip(".")
-                found.append(ExpertLayer(name, child, _router(name, parent, child, number), number))
+                own = tuple(f"{name}.{key}" for key, _ in child.named_parameters(recurse=False))
+                found.append(ExpertLayer(name, child, _router(name, parent, child, number), number, own))
     return tuple({id(layer.module): layer for layer in found}.values())
 
 

@@ -104,6 +104,7 @@ class Routing:
         self.loss = 0.0
         self.done: list[MicroRouting] = []
         self.watcher: Seen | None = None
+        self.top_k: dict[int, int] = {}
         self.modules: dict[int, nn.Module] = {}  # of this rank, by the layer's number
         self._step: Any = None
         self._active: MicroRouting | None = None
@@ -229,6 +230,7 @@ class Routing:
         return before
 
     def _count(self, watched: _Watched, index: torch.Tensor, rows: torch.Tensor) -> None:
+        self.top_k[watched.index] = index.shape[-1]
         local = self._local[watched.index]
         inside = index < watched.num_experts
         each = rows.unsqueeze(-1).expand(index.shape)[inside]

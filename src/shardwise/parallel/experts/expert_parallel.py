@@ -102,12 +102,18 @@ class ExpertsHere:
     scale: float
     computed: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     inner: Any = field(default=None)
+    rows: int = 0  # that forwards have received, without recomputed ones
 
 
 def experts_here(module: nn.Module) -> ExpertsHere | None:
     """Return what is on this rank of a layer's experts; ``None`` where they are not spread over ranks."""
     found: ExpertsHere | None = module.__dict__.get(_MARK)
     return found
+
+
+def received_rows(module: nn.Module) -> int:
+    """Return the rows that experts inside ``module`` have received on this rank so far."""
+    return sum(here.rows for part in module.modules() if (here := experts_here(part)) is not None)
 
 
 def spread_experts(unit: nn.Module, plan: Plan, meshes: ExpertMeshes) -> None:
@@ -183,6 +189,8 @@ def _routed(
     counts = torch.bincount(flat, minlength=here.total)
     incoming = counts_from(counts, group)  # [ranks, experts here]
     sends, receives = counts.reshape(ranks, -1).sum(1).tolist(), incoming.sum(1).tolist()
+    if torch._C._current_graph_task_id() == -1:
+        here.rows += sum(receives)
     rows = Exchange.apply(hidden[order // top_k], sends, receives, group)
     expert = torch.arange(here.number, device=rows.device).repeat(ranks).repeat_interleave(incoming.reshape(-1))
     found = Exchange.apply(_local(module, here, rows, expert), receives, sends, group)

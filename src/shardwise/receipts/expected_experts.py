@@ -1,0 +1,138 @@
+"""Expected part of a layer's experts on a rank, and their traffic, where experts are over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.measure.collectives import Axes
+from shardwise.model.facts import ModelSpec, ParameterSpec
+from shardwise.plan.dims import ParallelDims
+from shardwise.receipts.expected import Traffic, Unit, UnitCalls, expected_traffic
+from shardwise.train.session import Session
+
+COUNT_BYTES = 8  # of an expert's number of tokens, sent before them
+OF_EXPERTS = "experts' dp"
+
+
+def expert_names(session: Session) -> frozenset[str]:
+    """Return the names of the stacked weights that are over ranks; none without ``+ep``."""
+    if session.plan.dims.ep == 1 or session.routing is None:
+        return frozenset()
+    return frozenset(name for layer in session.routing.layers for name in layer.parameters)
+
+
+def expert_elements(session: Session, parameter: ParameterSpec) -> int:
+    """Return how many elements of stacked experts are on this rank at rest."""
+    shape, shards = _local(parameter, session.plan.dims), session.plan.dims.expert_shards
+    place = session.ranks.rank // session.plan.dims.ep % shards
+    each = math.ceil(shape[0] / shards)
+    return max(0, min(each, shape[0] - place * each)) * math.prod(shape[1:])
+
+
+def _local(parameter: ParameterSpec, dims: ParallelDims) -> tuple[int, ...]:
+    """Return the shape on the ranks with the same experts, the dim that FSDP2 shards first."""
+    shape = [parameter.shape[0] // dims.ep, *parameter.shape[1:]]
+    if dims.expert_shards <= shape[0]:
+        return tuple(shape)
+    dim = next((at for at in range(1, len(shape)) if shape[at] % dims.expert_shards == 0), 0)
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def expert_units(session: Session, spec: ModelSpec) -> list[Unit]:
+    """Return the sharding units of experts in this rank's part of the model."""
+    names = expert_names(session)
+    units: dict[str, Unit] = {}
+    for p in spec.parameters:
+        if p.name in names:
+            local = p.model_copy(update={"shape": _local(p, session.plan.dims)})
+            units.setdefault(p.name.rpartition(".")[0], []).append(local)
+    return [*units.values()]
+
+
+def expert_data(
+    session: Session, spec: ModelSpec, micros: int, calls: Mapping[str | None, UnitCalls], axis: Axes, *, once: bool
+) -> Iterator[tuple[str, Traffic]]:
+    """Yield the collectives over the ranks with the same experts."""
+    meshes, plan, units = session.applied.experts, session.plan, expert_units(session, spec)
+    if meshes is None or not units:
+        return
+    shards, replicas = plan.dims.expert_shards, meshes.data.size() // plan.dims.expert_shards
+    alone = plan.model_copy(update={"dims": ParallelDims(dp_shard=shards, dp_replicate=replicas)})
+    last = meshes.data.ndim - 1
+    for name, traffic in expected_traffic(spec, alone, micros, units, once=once, calls=calls).items():
+        if plan.recompute != "none" and name == "all_gather" and traffic.calls and traffic.num_bytes:
+            traffic = _once_more(traffic)
+        yield f"{name} over {axis(name, ranks(meshes.data, 0 if name == 'all_reduce' else last))}", traffic
+
+
+def _once_more(traffic: Traffic) -> Traffic:
+    """Return traffic whose most is a half more: a recomputed forward gathers a unit inside of a block's for itself."""
+    calls, size = traffic.calls or (0, 0), traffic.num_bytes or (0, 0)
+    return Traffic((calls[0], calls[1] * 3 // 2), (size[0], size[1] * 3 // 2))
+
+
+def ranks(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
+    """Return the ranks of one axis of a mesh, in ascending order."""
+    return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dim))))
+
+
+def add_expert_groups(session: Session, groups: dict[tuple[int, ...], str]) -> tuple[int, ...] | None:
+    """Name the groups of experts that are no other axis's; return the ranks with different experts."""
+    meshes = session.applied.experts
+    if meshes is None:
+        return None
+    last = meshes.data.ndim - 1
+    groups.setdefault(ranks(meshes.data, last), OF_EXPERTS)
+    if last:
+        groups.setdefault(ranks(meshes.data, 0), "dp_replicate")
+    return ranks(meshes.ep, 0)
+
+
+def dispatched(session: Session, facts: Any, received: int) -> Iterator[tuple[str, str, tuple[int, int], tuple[int, int]]]:
+    """Yield the exchanges of tokens: collective, axis, calls and bytes, from least to most.
+
+    ``received`` are the rows of this rank's experts in the step; what it sends follows from its tokens.
+    """
+    routing, meshes, dims = session.routing, session.applied.experts, session.plan.dims
+    if meshes is None or routing is None:
+        return
+    from shardwise.receipts.expected_part import axis_of
+
+    axis = axis_of(session)
+    assert axis is not None
+    layers, number = [routing.layers[index] for index in routing.modules], len(facts.micros)
+    if not layers:
+        return
+    chosen = sum(routing.top_k[index] for index in routing.modules)
+    tokens = sum(n * (session.place.tp + 1) // dims.tp - n * session.place.tp // dims.tp for n in _sizes(facts))
+    low, high = facts.bytes(facts.width)
+    counts = sum(layer.num_experts for layer in layers) * COUNT_BYTES * number
+    sent, back = int(facts.trained), 1 + int(facts.again)
+    least, most = (1 + sent) * (tokens * chosen + received), 2 * (tokens * chosen + received)
+    more = (tokens * chosen) * facts.again_least, (tokens * chosen + received) * facts.again
+    calls = len(layers) * number
+    again = (2 if facts.again_least else 0, 3 if facts.again else 0)
+    yield (
+        "all_to_all",
+        axis("all_to_all", ranks(meshes.ep, 0)),
+        (calls * (3 + 2 * sent + again[0]), calls * (5 + again[1])),
+        (low * (least + more[0]) + counts * (1 + int(facts.again_least)), high * (most + more[1]) + counts * back),
+    )
+    if meshes.tp is not None:
+        whole = len(layers) * facts.tokens
+        size = whole * facts.width + chosen * facts.tokens
+        yield (
+            "all_reduce",
+            "tp",
+            (calls * (1 + 2 * sent), calls * (3 + int(facts.again))),
+            (whole * low * (1 + sent), high * whole * (1 + int(facts.again)) + facts.bytes(size)[1] * 2),
+        )
+
+
+def _sizes(facts: Any) -> list[int]:
+    return [samples * length for samples, length in facts.micros]
