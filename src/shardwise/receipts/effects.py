@@ -8,6 +8,7 @@ that all of them continue or all of them stop.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
-from shardwise.receipts.expected_experts import expert_elements, expert_names
+from shardwise.receipts.expected_experts import expert_names, expert_shape
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
 from shardwise.receipts.lines.expert_lines import ExpertLines
@@ -232,7 +233,7 @@ def _share_lines(session: Session) -> Iterator[Line]:
     plan, spec, module = session.plan, used_spec(session), session.module
     rank, tp_rank, spread = shard_rank(session), session.place.tp, expert_names(session)
     local = {
-        p.name: expert_elements(session, p)
+        p.name: math.prod(expert_shape(session, p))
         if p.name in spread
         else local_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
         for p in spec.parameters

@@ -26,12 +26,12 @@ def expert_names(session: Session) -> frozenset[str]:
     return frozenset(name for layer in session.routing.layers for name in layer.parameters)
 
 
-def expert_elements(session: Session, parameter: ParameterSpec) -> int:
-    """Return how many elements of stacked experts are on this rank at rest."""
+def expert_shape(session: Session, parameter: ParameterSpec, place: int | None = None) -> tuple[int, ...]:
+    """Return the shape of stacked experts on a rank at rest, the dim that FSDP2 shards first."""
     shape, shards = _local(parameter, session.plan.dims), session.plan.dims.expert_shards
-    place = session.ranks.rank // session.plan.dims.ep % shards
+    place = session.ranks.rank // session.plan.dims.ep % shards if place is None else place
     each = math.ceil(shape[0] / shards)
-    return max(0, min(each, shape[0] - place * each)) * math.prod(shape[1:])
+    return (max(0, min(each, shape[0] - place * each)), *shape[1:])
 
 
 def _local(parameter: ParameterSpec, dims: ParallelDims) -> tuple[int, ...]:
@@ -65,15 +65,7 @@ def expert_data(
     alone = plan.model_copy(update={"dims": ParallelDims(dp_shard=shards, dp_replicate=replicas)})
     last = meshes.data.ndim - 1
     for name, traffic in expected_traffic(spec, alone, micros, units, once=once, calls=calls).items():
-        if plan.recompute != "none" and name == "all_gather" and traffic.calls and traffic.num_bytes:
-            traffic = _once_more(traffic)
         yield f"{name} over {axis(name, ranks(meshes.data, 0 if name == 'all_reduce' else last))}", traffic
-
-
-def _once_more(traffic: Traffic) -> Traffic:
-    """Return traffic whose most is a half more: a recomputed forward gathers a unit inside of a block's for itself."""
-    calls, size = traffic.calls or (0, 0), traffic.num_bytes or (0, 0)
-    return Traffic((calls[0], calls[1] * 3 // 2), (size[0], size[1] * 3 // 2))
 
 
 def ranks(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
