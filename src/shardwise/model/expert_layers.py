@@ -67,6 +67,14 @@ def _router(name: str, parent: nn.Module, experts: nn.Module, number: int) -> st
     return None
 
 
+def compute_experts_one_by_one(module: nn.Module) -> None:
+    """Let transformers' experts run as plain products: its grouped ones know no float64."""
+    configs = {id(config): config for layer in expert_layers(module) if (config := getattr(layer.module, "config", None))}
+    for config in [*configs.values(), getattr(module, "config", None)]:
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
+
+
 @contextmanager
 def dense_experts(module: nn.Module) -> Iterator[None]:
     """Let every token take the first experts: the shapes and operations of any choice, without reading values.
@@ -74,6 +82,10 @@ def dense_experts(module: nn.Module) -> Iterator[None]:
     For a forward on fake tensors, in which the experts that tokens choose are unknown.
     """
     changed = [layer.module for layer in expert_layers(module)]
+    config, returns = getattr(module, "config", None), "output_router_logits"
+    was = getattr(config, returns, False) if changed else False
+    if was:  # training computes their loss without it
+        setattr(config, returns, False)
     for part in changed:
         part.__dict__["forward"] = _dense(part)
     try:
@@ -81,6 +93,8 @@ def dense_experts(module: nn.Module) -> Iterator[None]:
     finally:
         for part in changed:
             del part.__dict__["forward"]
+        if was:
+            setattr(config, returns, True)
 
 
 def _dense(module: nn.Module) -> Any:

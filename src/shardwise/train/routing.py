@@ -178,6 +178,8 @@ class Routing:
         step, number = self._step, self.experts
         at = self._forwards[id(root)] = self._forwards.get(id(root), -1) + 1
         at = at if session.applied.pipeline is not None else step.micro - 1
+        if at >= len(step.micros):  # a schedule fills up with what is not the step's
+            return
         micro = step.micros[at]
         dims = session.plan.dims
         splits = dims.tp > 1 and session.plan.sequence_parallel  # a rank's tokens are then its own

@@ -186,9 +186,10 @@ def _routed(
     group, ranks, top_k = here.meshes.ep.get_group(), here.meshes.ep.size(), index.shape[-1]
     flat = index.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=here.total)
+    counts = torch.bincount(flat, minlength=here.total)[: here.total]  # those for no expert are sorted behind
     incoming = counts_from(counts, group)  # [ranks, experts here]
     sends, receives = counts.reshape(ranks, -1).sum(1).tolist(), incoming.sum(1).tolist()
+    order = order[: sum(sends)]
     if torch._C._current_graph_task_id() == -1:
         here.rows += sum(receives)
     rows = Exchange.apply(hidden[order // top_k], sends, receives, group)

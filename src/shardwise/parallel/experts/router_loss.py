@@ -56,8 +56,8 @@ class MicroRouting:
         rows = torch.ones(len(wide), dtype=torch.float64, device=wide.device) if self.mask is None else self.mask
         share = rows.unsqueeze(-1) * wide.softmax(-1)
         number = self.num_experts
-        each = rows.unsqueeze(-1).expand(index.shape).reshape(-1)
-        self.sums[:number].index_add_(0, index.reshape(-1), each)
+        inside = index < number  # some routers send a token to no expert
+        self.sums[:number].index_add_(0, index[inside], rows.unsqueeze(-1).expand(index.shape)[inside])
         self.sums[number : 2 * number] += share.sum(0)
         self.sums[2 * number] += rows.sum()
         self.sums[2 * number + 1] += (rows * wide.logsumexp(-1).square()).sum()

@@ -105,7 +105,8 @@ class ExpertLines:
                 return
             share, wide = logits.double().softmax(-1), logits.double()
             counts = torch.zeros(number, dtype=torch.float64, device=index.device)
-            counts.index_add_(0, index.reshape(-1), rows.unsqueeze(-1).expand(index.shape).reshape(-1))
+            there = index < number
+            counts.index_add_(0, index[there], rows.unsqueeze(-1).expand(index.shape)[there])
             z = (wide.logsumexp(-1).square() * rows).sum().reshape(1)
             p = (share * rows.unsqueeze(-1)).sum(0)
             self._micros[micro] += torch.cat([counts, p, rows.sum().reshape(1), z])
