@@ -76,16 +76,26 @@ def compute_experts_one_by_one(module: nn.Module) -> None:
 
 
 @contextmanager
+def without_router_outputs(module: nn.Module) -> Iterator[None]:
+    """Let a transformers model return no routers' logits: training adds their loss without them."""
+    config: Any = getattr(module, "config", None)
+    was = getattr(config, "output_router_logits", False) and bool(expert_layers(module))
+    if was:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        if was:
+            config.output_router_logits = True
+
+
+@contextmanager
 def dense_experts(module: nn.Module) -> Iterator[None]:
     """Let every token take the first experts: the shapes and operations of any choice, without reading values.
 
     For a forward on fake tensors, in which the experts that tokens choose are unknown.
     """
     changed = [layer.module for layer in expert_layers(module)]
-    config, returns = getattr(module, "config", None), "output_router_logits"
-    was = getattr(config, returns, False) if changed else False
-    if was:  # training computes their loss without it
-        setattr(config, returns, False)
     for part in changed:
         part.__dict__["forward"] = _dense(part)
     try:
@@ -93,8 +103,6 @@ def dense_experts(module: nn.Module) -> Iterator[None]:
     finally:
         for part in changed:
             del part.__dict__["forward"]
-        if was:
-            setattr(config, returns, True)
 
 
 def _dense(module: nn.Module) -> Any:

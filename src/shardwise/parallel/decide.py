@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.errors import ModelError, UserError
+from shardwise.model.expert_layers import without_router_outputs
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring, read_wiring
@@ -71,11 +72,12 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
         checks.append(lambda: heads.append(find_head(module, spec, plan, sample)))
     checks.append(lambda: decide_split(module, spec, plan, sample))
     found: object = None
-    for check in checks:
-        try:
-            found = check()
-        except UserError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
+    with without_router_outputs(module):
+        for check in checks:
+            try:
+                found = check()
+            except UserError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
     if problems or not isinstance(found, Decision):
         raise ModelError(*problems)
     return replace(found, context=next(iter(attention), None), head=next(iter(heads), None))
