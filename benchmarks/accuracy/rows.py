@@ -38,6 +38,10 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
+# Mixtures with fewer layers than the catalogue's: the model, and how many of the layers have no experts. SimuMax's
+# ``configs/models`` has one such layer of DeepSeek-V2's; of its four layers of V3 it is one by the bytes at rest.
+CUT_MIXTURES = {"deepseekv2-L4": ("deepseek-v2", 1), "deepseekv3-L4": ("deepseek-v3", 1)}
+
 # What the programs that were measured put beside the base, from the code and configurations that their pages name
 # (data/README.md has the addresses). ``--lora-rank`` and ``--lora-targets`` can say the first two; the rest is told.
 ADAPTERS: dict[str, AdapterFacts] = {
@@ -107,13 +111,12 @@ def records_left_out() -> list[dict[str, str]]:
     """Source and model of each record that `load_rows` leaves out, and why."""
     with DATA.open(newline="") as file:
         records = [record for record in csv.DictReader(file) if _row(record) is None]
-    reasons = ((r, "mixture of experts" if _architecture(r) else "shape not stated") for r in records)
-    return [{"source": r["source"], "model": r["model"], "reason": reason} for r, reason in reasons]
+    return [{"source": r["source"], "model": r["model"], "reason": "shape not stated"} for r in records]
 
 
 def _row(record: dict[str, str]) -> Row | None:
     architecture = _architecture(record)
-    if architecture is None or architecture.experts:
+    if architecture is None:
         return None
     strategy = parse_strategy(record["strategy"])
     seq_len, compiled = int(record["seq_len"]), record["compiled"] == "yes"
@@ -168,7 +171,19 @@ def _row(record: dict[str, str]) -> Row | None:
     )
 
 
+def _cut_mixture(record: dict[str, str]) -> Architecture | None:
+    """The mixture of a row with the layers that the row states, the first ones without experts."""
+    name, dense = CUT_MIXTURES.get(record["model"], ("", 0))
+    known, layers = find_architecture(name), int(record["layers"] or 0)
+    if known is None or known.mixture is None:
+        return None
+    mixture = known.mixture.model_copy(update={"sparse": tuple(layer >= dense for layer in range(layers))})
+    return known.model_copy(update={"name": record["model"], "layers": layers, "mixture": mixture})
+
+
 def _architecture(record: dict[str, str]) -> Architecture | None:
+    if (cut := _cut_mixture(record)) is not None:
+        return cut
     known = find_architecture(record["model"])
     shape = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
     if known is not None and all(not record[key] or int(record[key]) == getattr(known, key) for key in shape):

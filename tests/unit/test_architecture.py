@@ -153,29 +153,6 @@ def test_what_is_not_known_is_none(config):
     assert architecture_from_config(config) is None
 
 
-@pytest.mark.parametrize(
-    ("config", "experts"),
-    [
-        ({"model_type": "mixtral", "num_local_experts": 8, "num_key_value_heads": 8}, 8),
-        ({"model_type": "qwen3_moe", "num_experts": 128}, 128),
-        (
-            {
-                "model_type": "deepseek_v3",
-                "n_routed_experts": 256,
-                "num_key_value_heads": 128,
-                "num_attention_heads": 128,
-            },
-            256,
-        ),
-    ],
-)
-def test_experts_are_told_and_not_counted(config, experts):
-    found = ours(config)
-    assert found.experts == experts
-    with pytest.raises(ModelError, match=f"{experts} experts"):
-        parameter_count(found)
-
-
 def test_all_wrong_sizes_at_once():
     config = {"model_type": "llama", "hidden_size": "wide", "num_hidden_layers": 0, "num_attention_heads": True}
     with pytest.raises(ModelError) as caught:

@@ -115,7 +115,8 @@ def test_convnets_are_names_without_an_architecture():
 
 def test_experts():
     found = find_architecture("mixtral-8x7b")
-    assert found is not None and found.experts == 8
+    assert found is not None and found.mixture is not None
+    assert (found.mixture.experts, found.mixture.per_token, all(found.mixture.sparse)) == (8, 2, True)
 
 
 def test_a_message_with_the_nearest_name():

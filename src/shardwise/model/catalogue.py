@@ -114,7 +114,16 @@ def _architectures() -> dict[str, Architecture]:
     return {row["name"]: _architecture(row) for row in _rows()}
 
 
-def _architecture(row: dict[str, str]) -> Architecture:
+def configuration_of(name: str) -> dict[str, object]:
+    """Return the keys of a Hugging Face configuration that a row of the catalogue states.
+
+    Raises:
+        KeyError: there is no row of that name.
+    """
+    return _configuration({row["name"]: row for row in _rows()}[name])
+
+
+def _configuration(row: dict[str, str]) -> dict[str, object]:
     config: dict[str, object] = {key: int(row[own]) for own, key in _NUMBERS.items() if row[own]}
     if row["family"] == "opt" and row["ffn"]:
         config["ffn_dim"] = int(row["ffn"])
@@ -123,7 +132,11 @@ def _architecture(row: dict[str, str]) -> Architecture:
     for option in filter(None, row["options"].split(";")):
         key, _, value = option.partition("=")
         config[key] = json.loads(value)
-    found = architecture_from_config(config | {"model_type": row["family"]}, row["name"], row["source"])
+    return config | {"model_type": row["family"]}
+
+
+def _architecture(row: dict[str, str]) -> Architecture:
+    found = architecture_from_config(_configuration(row), row["name"], row["source"])
     if found is None:
         raise ValueError(f"catalogue.csv: {row['name']} cannot be described")
     return found

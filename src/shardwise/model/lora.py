@@ -8,6 +8,9 @@ with an fp32 scale for each 256 of them: 4.127 bits (4 + 8/64 + 32/(64·256)).
 A quantized weight is dequantized to the compute dtype while its layer runs, forward and backward: that does not grow
 with the samples, so it is not an op's ``temporary``; `unpacked_elements` is its size.
 
+Stacked experts are parameters and not linear layers, so no adapter stands beside them and ``qlora`` leaves them in the
+compute dtype; so it is with routers, which are modules of their own. Shared experts are linear layers like any other.
+
 Dropout in front of an adapter saves its own copy of the input and a mask: a byte per element on a GPU, where it is one
 kernel, and an element of the input's dtype on a CPU. DoRA (arXiv:2402.09353) adds a trained magnitude for each output
 and saves the results of base and adapter for its gradient. Not counted: DoRA's temporaries for the norm of W + BA (a
@@ -97,8 +100,14 @@ def with_adapters(
     known = {name for unit in profile.units if unit.kind == "block" for name in _linears(unit)}
     chosen, wrong = _chosen(profile, facts.targets)
     ends = {_end(unit, i) for unit in profile.units if unit.kind == "block" for i in _linears(unit).values()}
+    paths = [w.name.split(".") for unit in profile.units for w in unit.weights if w.experts]
+    stacked = {part for path in paths for part in path} - {"mlp", "weight"}
     problems += [
-        f"LoRA target '{name}' is not a linear layer of the blocks{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
+        f"LoRA target '{name}' is a stack of experts, and adapters stand beside linear layers; name some of "
+        f"{', '.join(sorted(ends))}"
+        if name in stacked
+        else f"LoRA target '{name}' is not a linear layer of the blocks"
+        f"{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
         for name in wrong
     ]
     if not known:
@@ -111,7 +120,10 @@ def with_adapters(
         adapts = unit.kind == "block" and bool(chosen & set(_linears(unit)))
         units.append(_adapted(unit, kind, own, chosen) if adapts else _frozen(unit, own, tied, backward=began))
         began = began or adapts or any(map(own.trains, unit.weights))
-    return replace(profile, units=tuple(units))
+    notes = profile.unknown
+    if profile.experts:
+        notes += ("experts have no adapters, and stay in the compute dtype" + " beside 4-bit layers" * (kind == "qlora"),)
+    return replace(profile, units=tuple(units), unknown=notes)
 
 
 def _with_own_names(profile: ModelProfile, facts: AdapterFacts) -> Iterator[tuple[Unit, AdapterFacts]]:
@@ -201,12 +213,13 @@ def _linears(unit: Unit) -> dict[str, int]:
     weights = [index for index, weight in enumerate(unit.weights) if len(weight.shape) == 2]
     found: dict[str, int] = {}
     for op in unit.ops:
-        if op.kind != "matmul" or not op.weight:
+        if op.kind != "matmul" or not op.weight or op.experts:
             continue
         fits = [i for i in weights if sorted(unit.weights[i].shape) == sorted((op.n, op.k))]
         if fits:
-            found[op.name] = fits[0]
             weights.remove(fits[0])
+            if op.name != "router":
+                found[op.name] = fits[0]
     return found
 
 
@@ -267,6 +280,10 @@ def _adapted(unit: Unit, kind: str, facts: AdapterFacts, chosen: Collection[str]
     ops: list[Op] = []
     pending = 0  # an input of linear layers without an adapter, not saved by them
     for before, op in zip((None, *unit.ops), unit.ops, strict=False):
+        if op.kind == "matmul" and (op.experts or op.name == "router"):
+            pending = pending if op.experts else op.saved or pending
+            ops.append(_without_gradient(op, backward=True))
+            continue
         if op.name not in owned:
             ops.append(replace(op, weight=op.weight and op.kind == "matmul"))
             continue

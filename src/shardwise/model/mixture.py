@@ -91,7 +91,11 @@ _KEYS: dict[str, _Keys] = {
     "gpt_oss": _Keys(_LOCAL, width="intermediate_size", biased=True),
     "olmoe": _Keys(_LOCAL, width="intermediate_size"),
     "llama4_text": _Keys(
-        _LOCAL, width="intermediate_size", shared="intermediate_size", pattern="listed", dense="intermediate_size_mlp"
+        _LOCAL,
+        width="intermediate_size",
+        shared="intermediate_size",
+        pattern="listed",
+        dense="intermediate_size_mlp",
     ),
     "phimoe": _Keys(_LOCAL, width="intermediate_size"),
     "granitemoe": _Keys(_LOCAL, width="intermediate_size"),

@@ -31,6 +31,7 @@ from shardwise.errors import ModelError
 from shardwise.model.operations import cross_entropy, mark_selective
 from shardwise.model.profile import ModelProfile, Op, Unit, UnitKind, Weight
 from shardwise.model.read import clean_name, find_blocks
+from shardwise.model.trace_experts import mark_experts
 from shardwise.model.trace_operations import AsOnCuda, OperationRecorder, Segment, operations, storage_key
 from shardwise.model.trace_tensor_parallel import mark_tp_shardings, weight_dims
 
@@ -416,7 +417,7 @@ def _units(
         elif index == len(runs) - 1 and loss is not None:
             ops = (*ops, loss)
         label = "block" if kind == "block" else kind
-        units.append(Unit(label, kind, weights, ops, round(segment.input_elements / samples)))
+        units.append(mark_experts(Unit(label, kind, weights, ops, round(segment.input_elements / samples))))
     units = _merged(units)
     if units and units[-1].kind == "block" and loss is not None:
         units.append(Unit("head", "head", (), (loss,), 0))

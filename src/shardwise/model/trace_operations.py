@@ -18,6 +18,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model.profile import Op, OpKind, TpSharding
+from shardwise.model.trace_experts import GROUPED
 
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "mv", "addmv"}
 CONVOLUTIONS = {"convolution", "_convolution", "cudnn_convolution", "convolution_overrideable", "mkldnn_convolution"}
@@ -227,6 +228,8 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Recorded:
         if name in MATMULS:
             return Recorded(name, "matmul", self._matmul(name, inputs, results[0]))
+        if name in GROUPED:
+            return Recorded(name, "matmul", self._grouped(inputs, results[0]))
         if name in CONVOLUTIONS:
             return Recorded(name, "conv", self._weighted(_convolution(args, results[0]), inputs[1]))
         if name.startswith(ATTENTIONS):
@@ -252,6 +255,13 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage_key(operand) in self.own:
                 return self._weighted(facts, operand) | {"outputs_first": operand.stride(0) == 1}
         return facts | {"weight": True}  # both operands get a gradient
+
+    def _grouped(self, inputs: list[torch.Tensor], out: torch.Tensor) -> dict[str, Any]:
+        """Count a grouped product: rows sorted by expert, and the stacked matrices of all experts."""
+        rows, stacked = inputs[:2]
+        m, k, n = out.shape[0], rows.shape[-1], out.shape[-1]
+        facts = {"m": m, "k": k, "n": n, "flops": 2.0 * m * k * n, "experts": stacked.shape[0]}
+        return self._weighted(facts, stacked) if storage_key(stacked) in self.own else facts | {"weight": True}
 
     def _recurrent(self, inputs: list[torch.Tensor], out: torch.Tensor) -> dict[str, Any]:
         """Count all steps of a recurrent layer as one matmul with all its weights."""

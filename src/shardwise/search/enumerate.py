@@ -25,7 +25,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 LEAST_TOKENS = 2048  # tokens of one sample on a rank, below which context parallel is not tried unless pinned
 IMBALANCE = 1.1  # longest pipeline stage over the mean, in blocks, above which a degree is not tried
 TENSOR_DEGREES = (1, 2, 4, 8, 16)
-EXPERT_BASES: tuple[Base, ...] = ("zero1", "zero2", "fsdp", "hsdp")  # tried with ``+ep``; others need a pin
+EXPERT_BASES: tuple[Base, ...] = ("zero1", "fsdp", "hsdp")  # tried with ``+ep``; others need a pin
 EXPERT_DEGREES = tuple(2**n for n in range(1, 10))
 
 

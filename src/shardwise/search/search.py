@@ -439,8 +439,11 @@ def _eligible(problem: SearchProblem, candidate: Candidate) -> bool:
 
 
 def simplest_fit(problem: SearchProblem) -> Candidate | None:
-    """Return the simplest plan that fits at all, in its smallest form; for advice only."""
-    plain = replace(problem, timed=False)
+    """Return the simplest plan that fits at all, in its smallest form; for advice only.
+
+    Plans that do not fit show by how much the lower bound is low at least, which rules out others.
+    """
+    plain, ratio = replace(problem, timed=False), 0.0
     found = laid_out(problem)[0]
     for layout in found if problem.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
         if problem.usable is not None and min_bytes(problem.totals, layout) > problem.usable:
@@ -448,9 +451,12 @@ def simplest_fit(problem: SearchProblem) -> Candidate | None:
         plan = smallest(plain, layout)
         if problem.usable is not None:
             screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
-            if screened > problem.usable * LOWER_BOUND_SLACK:
+            if screened > problem.usable * LOWER_BOUND_SLACK or screened * ratio > problem.usable:
                 continue
         candidate = cost_of(plain, plan)
         if candidate.fits is not False:
             return candidate
+        if problem.usable is not None:
+            low = candidate.memory.device_bytes / max(1, screened)
+            ratio = min(ratio, low) if ratio else low
     return None

@@ -471,18 +471,11 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
         if layout.masters:
             return optimizer_mean_bytes(pieces, layout, workload)
         return _fullest_share(pieces, layout, workload)
-    master = FP32 if layout.masters else 0
+    shards = tuple(layout.ranks_of(weight) for weight in _PROBES)
     return sum(
-        piece.count
-        * (
-            _state_bytes(
-                rest_shape(w, _local(w, piece, layout), layout.ranks_of(w)), workload, w, piece.is_block
-            )
-            + master * _elements(w, piece, layout)
-        )
+        piece.count * sum(_unit_states(UnitKey(piece.unit), layout.tp, layout.ep, shards, master_of(layout), key))
         for piece in pieces
-        for w in piece.unit.weights
-        if w.trainable
+        for key in (_StateKey(workload),)
     )
 
 
@@ -497,23 +490,55 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
     """Mean optimizer state per rank of a stage under ``zero1``: a fast lower bound of the peak."""
     if workload.optimizer is None and workload.optimizer_states is None:
         return None
-    master = FP32 if layout.masters else 0
-    full: dict[int, int] = {}
+    full = [0, 0]
     for p in pieces:
-        for w in p.unit.weights:
-            if w.trainable:
-                state = _state_bytes(_local(w, p, layout), workload, w, p.is_block) + master * _elements(w, p, layout)
-                ranks = layout.replicas_of(w)
-                full[ranks] = full.get(ranks, 0) + p.count * state
-    return sum(state // ranks for ranks, state in full.items())
+        states = _unit_states(UnitKey(p.unit), layout.tp, layout.ep, (1, 1), master_of(layout), _StateKey(workload))
+        full = [total + p.count * state for total, state in zip(full, states, strict=True)]
+    return sum(total // layout.replicas_of(weight) for total, weight in zip(full, _PROBES, strict=True))
+
+
+_PROBES = (Weight("dense", (1,)), Weight("experts", (1,), experts=1))  # a weight of either kind
+
+
+def master_of(layout: ShardLayout) -> int:
+    """Bytes of an fp32 master of each trained element, where the optimizer keeps some."""
+    return FP32 if layout.masters else 0
+
+
+class _StateKey:
+    """Workload that is equal to those whose optimizer has the same state."""
+
+    __slots__ = ("facts", "workload")
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.facts = (workload.optimizer, workload.optimizer_states, workload.scalar_states)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StateKey) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+
+@lru_cache(maxsize=8192)
+def _unit_states(
+    same: UnitKey, tp: int, ep: int, shards: tuple[int, ...], master: int, key: _StateKey
+) -> tuple[int, int]:
+    """Bytes of optimizer state of one unit's weights on the fullest rank: of dense ones, and of experts."""
+    unit, found = same.unit, [0, 0]
+    in_block = unit.kind == "block"
+    for weight in unit.weights:
+        if weight.trainable:
+            shape = local_weight(weight, tp, ep, vocab=not in_block)
+            routed = bool(weight.experts)
+            state = _state_bytes(rest_shape(weight, shape, shards[routed]), key.workload, weight, in_block)
+            found[routed] += state + master * math.prod(shape)
+    return found[0], found[1]
 
 
 def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int, ...]:
     return local_weight(weight, layout.tp, layout.ep, vocab=not piece.is_block)
-
-
-def _elements(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> int:
-    return math.prod(_local(weight, piece, layout))
 
 
 def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
