@@ -47,7 +47,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 def routers_loss(rows: list[tuple[torch.Tensor, torch.Tensor]], top_k: int, terms: RouterTerms) -> torch.Tensor:
     """The losses of logits [tokens, experts] and masks [tokens], as the papers write them."""
-    logits, mask = torch.cat([one for one, _ in rows]), torch.cat([one for _, one in rows]).double()
+    logits, mask = torch.cat([one for one, _ in rows]).double(), torch.cat([one for _, one in rows]).double()
     share, number = logits.softmax(-1), logits.shape[-1]
     chosen = functional.one_hot(share.topk(top_k).indices, number).sum(1).double()
     f, p = (chosen.T @ mask) / mask.sum(), (share.T @ mask) / mask.sum()
@@ -55,13 +55,22 @@ def routers_loss(rows: list[tuple[torch.Tensor, torch.Tensor]], top_k: int, term
     return terms.aux_loss * number * (f * p).sum() + terms.z_loss * z
 
 
-def one_process(name: str, given: list[Batch], accum: int, terms: RouterTerms, masked: bool) -> tuple[Gradients, float]:
-    """The gradient of a step in one process without Shardwise, and the routers' loss."""
-    model, logits = family(name), []
+def mixture(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False) -> nn.Module:
+    """A tiny model of a family; ``starved``: one expert of each layer never gets a token."""
+    model = family(name, seed=seed, dtype=dtype)
+    for router in routers(model) if starved else ():
+        router.e_score_correction_bias[1] = -10.0
+    return model
+
+
+def one_process(
+    name: str, given: list[Batch], ranks: int, terms: RouterTerms, masked: bool, starved: bool, dtype: torch.dtype
+) -> tuple[Gradients, float]:
+    """The gradient of a step in one process without Shardwise, with eager experts, and the routers' loss."""
+    model, logits = mixture(name, dtype=dtype, starved=starved), []
     for router in routers(model):
         router.register_forward_hook(lambda _, __, found: logits.append(found[0]))
     count, rows, total, losses = sum(int((b[1] != -100).sum()) for b in given), [], 0.0, []
-    ranks = len(given) // accum
     with Float64():
         for index, (inputs, labels) in enumerate(given):
             logits.clear()
@@ -69,34 +78,48 @@ def one_process(name: str, given: list[Batch], accum: int, terms: RouterTerms, m
             total = total + functional.cross_entropy(found.flatten(0, -2), labels.flatten(), reduction="sum") / count
             mask = inputs["attention_mask"] if masked else torch.ones_like(inputs["attention_mask"])
             rows += [(one, mask.flatten()) for one in logits]
-            if index % ranks == ranks - 1 and terms.has_loss:
+            if (index % ranks == ranks - 1 or index == len(given) - 1) and terms.has_loss:
                 losses.append(routers_loss(rows, model.config.num_experts_per_tok, terms))
                 rows = []
-        routed = sum(losses) / accum if losses else torch.zeros(())
+        routed = sum(losses) / len(losses) if losses else torch.zeros(())
         (total + routed).backward()
-    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}, float(routed)
+    gradients = {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.named_parameters()}
+    return gradients, float(routed)
 
 
 def against_one_process(
-    name: str, strategy: str, accum: int = 2, terms: RouterTerms = NONE, masked: bool = True, **options: Any
+    name: str,
+    strategy: str,
+    terms: RouterTerms = NONE,
+    *,
+    masked: bool = True,
+    missing: int = 0,
+    starved: bool = False,
+    grouped: bool = False,
+    **options: Any,
 ) -> tuple[float, str]:
-    """The largest relative error of a gradient under ``strategy``, and where; infinite with a sentence if refused."""
+    """The largest relative error of a gradient under ``strategy``, and where; infinite with a sentence if refused.
+
+    ``missing``: batches that the last ranks do not get. ``grouped``: fp32 with transformers' grouped products.
+    """
+    accum, dtype = 2, torch.float32 if grouped else torch.float64
     quiet()
     dims = dims_for(parse_strategy(strategy), dist.get_world_size())
     plan = Plan(strategy=strategy, dims=dims, grad_accum=accum, **options)
-    given = batches(dims.dp * accum)
+    given = batches(dims.dp * accum - missing)
     expected, routed = kept(
-        ("experts", name, len(given), accum, str(terms), masked),
-        lambda: one_process(name, given, accum, terms, masked),
+        ("experts", name, len(given), dims.dp, str(terms), masked, starved, grouped),
+        lambda: one_process(name, given, dims.dp, terms, masked, starved, dtype),
     )
     session, watch = start(plan, receipts=False), Watch()
     session.observers.append(watch)
-    session.router = terms
-    model = family(name, seed=dist.get_rank())
+    session.routing.terms = terms
+    model = mixture(name, seed=dist.get_rank(), dtype=dtype, starved=starved)
+    model.config._experts_implementation = "grouped_mm" if grouped else "eager"
     shown = [batch if masked else (batch[0]["input_ids"], batch[1]) for batch in given]
     with Float64():
         try:
-            with decided_once(f"experts: {name}"):
+            with decided_once(f"experts: {name} {dtype}"):
                 model, optimizer = session.prepare(
                     model, torch.optim.AdamW(model.parameters(), lr=0.0), given[0][0]["input_ids"]
                 )
@@ -112,7 +135,6 @@ def against_one_process(
     missing = [key for key in expected if key not in watch.raw and bool(expected[key].any())]
     if missing and dims.pp == 1:
         found = (float("inf"), f"no gradient of {missing[0]}")
-    assert session.routing is not None
     found = max(found, (abs(session.routing.loss - routed) / max(routed, 1e-30) if routed else 0.0, "routers' loss"))
     _counts(session, shown)
     session.close()
@@ -122,7 +144,6 @@ def against_one_process(
 def _counts(session: Session, given: list[Any]) -> None:
     """Every token of every layer has chosen its experts, once."""
     routing = session.routing
-    assert routing is not None
     top_k = session.module.config.num_experts_per_tok if session.plan.dims.pp == 1 else 2
     masks = [b[0]["attention_mask"] if isinstance(b[0], dict) else torch.ones_like(b[0]) for b in given]
     tokens = sum(int(mask.sum()) for mask in masks)

@@ -27,13 +27,13 @@ def run(strategy: str, after: Callable[[Any], None] | None = None, **options: An
     session = start(strategy, receipts=False, **options)
     probe = EffectsRecorder(strict=False)
     session.observers.append(probe)
-    session.router = RouterTerms(aux_loss=0.01)
+    session.routing.terms = RouterTerms(aux_loss=0.01)
     model = family("mixtral", dtype=torch.float32)
     ids = batches(1)[0][0]["input_ids"]
     model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), ids)
     if after is not None:
         after(session)
-    for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(8)], limit=2):
+    for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(16)], limit=2):
         step.run(model, token_loss_sum)
         step.update(optimizer, clip_norm=1.0)
     assert probe.receipt is not None

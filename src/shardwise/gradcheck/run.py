@@ -36,8 +36,8 @@ from shardwise.train.data.corpus import open_corpus
 from shardwise.train.data.samples import order_for, samples_for
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import model_factory
-from shardwise.train.routing import router_terms
 from shardwise.train.optimizer import build_optimizer, workload_of
+from shardwise.train.routing import router_terms
 from shardwise.train.session import Session
 
 SEED = 20_011
@@ -192,7 +192,7 @@ def _run(
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
     effects, fit, recorder = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
     session.observers += [recorder, _Quiet(effects), _Quiet(fit)]
-    session.router = terms_of(model)
+    session.routing.terms = terms_of(model)
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
     misplaced = judge.weights()

@@ -21,8 +21,8 @@ class ExpertLayer:
     """Layer of experts: ``name`` of the module with the stacked weights [experts, ...], and of its ``router``.
 
     The module's forward takes tokens [tokens, width], the experts of each [tokens, k] and their weights [tokens, k].
-    ``router`` is its sibling with a weight [experts, width]; ``None`` where there is no such one. ``parameters`` are the
-    names of the stacked weights in the whole model.
+    ``router`` is its sibling with a weight [experts, width]; ``None`` where there is no such one. ``parameters`` are
+    the names of the stacked weights in the whole model.
     """
 
     name: str
@@ -47,14 +47,12 @@ def expert_layers(module: nn.Module) -> tuple[ExpertLayer, ...]:
 
 def _stacked(module: nn.Module) -> int | None:
     """Return the number of experts of a module whose own weights are stacked; ``None`` for any other."""
-    own = [p for p in module.parameters(recurse=False)]
+    own = list(module.parameters(recurse=False))
     sizes = {p.shape[0] for p in own if p.ndim}
-    if len(sizes) != 1 or not any(p.ndim == 3 for p in own) or next(module.children(), None) is None and not own:
-        return None
-    if any(True for child in module.children() for _ in child.parameters()):
+    if len(sizes) != 1 or not any(p.ndim == 3 for p in own) or len(own) < len([*module.parameters()]):
         return None
     known = [p.name for p in inspect.signature(module.forward).parameters.values()][:3]
-    if known[1:] == ["args", "kwargs"] or len(known) < 3 or known[1] not in _INDEX or known[2] not in _WEIGHTS:
+    if len(known) < 3 or known[1] not in _INDEX or known[2] not in _WEIGHTS:
         return None
     return int(sizes.pop())
 
@@ -69,8 +67,9 @@ def _router(name: str, parent: nn.Module, experts: nn.Module, number: int) -> st
 
 def compute_experts_one_by_one(module: nn.Module) -> None:
     """Let transformers' experts run as plain products: its grouped ones know no float64."""
-    configs = {id(config): config for layer in expert_layers(module) if (config := getattr(layer.module, "config", None))}
-    for config in [*configs.values(), getattr(module, "config", None)]:
+    owners: list[Any] = [module, *(layer.module for layer in expert_layers(module))]
+    for owner in owners:
+        config: Any = getattr(owner, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
 

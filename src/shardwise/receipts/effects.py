@@ -85,7 +85,7 @@ class EffectsRecorder:
 
     def on_prepared(self, session: Session) -> None:
         """Add the lines of layers of experts."""
-        if session.routing is not None and session.applied.engine is None:
+        if session.routing.layers and session.applied.engine is None:
             self._experts = ExpertLines(session.routing)
             self.more.append(self._experts)
 

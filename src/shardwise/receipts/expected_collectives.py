@@ -68,8 +68,9 @@ def model_parallel_traffic(
         _context(tally, facts, decision.context.sites, recorder)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
-    for name, axis, calls, num_bytes in dispatched(session, facts, recorder.received):
-        tally.add(name, axis, calls, num_bytes)
+    if (axes := axis_of(session)) is not None:
+        for name, axis, calls, num_bytes in dispatched(session, facts, recorder.received, axes):
+            tally.add(name, axis, calls, num_bytes)
     return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
 
 
@@ -211,7 +212,8 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     for name, shard in layout.modules.items():
         for key, local in shard.local.items():
             full = f"{name}.{key}"
-            if local.partial and full in facts.names and full not in facts.spread and full in specs and specs[full].trainable:
+            here = full in facts.names and full not in facts.spread and full in specs
+            if local.partial and here and specs[full].trainable:
                 partial[specs[full].name] = specs[full]
     if not partial:
         return

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.measure.collectives import Axes
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.dims import ParallelDims
-from shardwise.receipts.expected import Traffic, Unit, UnitCalls, expected_traffic
+from shardwise.receipts.expected import Range, Traffic, Unit, UnitCalls, expected_traffic
 from shardwise.train.session import Session
 
 COUNT_BYTES = 8  # of an expert's number of tokens, sent before them
@@ -21,7 +21,7 @@ OF_EXPERTS = "experts' dp"
 
 def expert_names(session: Session) -> frozenset[str]:
     """Return the names of the stacked weights that are over ranks; none without ``+ep``."""
-    if session.plan.dims.ep == 1 or session.routing is None:
+    if session.plan.dims.ep == 1:
         return frozenset()
     return frozenset(name for layer in session.routing.layers for name in layer.parameters)
 
@@ -85,18 +85,14 @@ def add_expert_groups(session: Session, groups: dict[tuple[int, ...], str]) -> t
     return ranks(meshes.ep, 0)
 
 
-def dispatched(session: Session, facts: Any, received: int) -> Iterator[tuple[str, str, tuple[int, int], tuple[int, int]]]:
+def dispatched(session: Session, facts: Any, received: int, axis: Axes) -> Iterator[tuple[str, str, Range, Range]]:
     """Yield the exchanges of tokens: collective, axis, calls and bytes, from least to most.
 
     ``received`` are the rows of this rank's experts in the step; what it sends follows from its tokens.
     """
     routing, meshes, dims = session.routing, session.applied.experts, session.plan.dims
-    if meshes is None or routing is None:
+    if meshes is None:
         return
-    from shardwise.receipts.expected_part import axis_of
-
-    axis = axis_of(session)
-    assert axis is not None
     layers, number = [routing.layers[index] for index in routing.modules], len(facts.micros)
     if not layers:
         return

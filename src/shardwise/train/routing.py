@@ -89,16 +89,17 @@ Seen = Callable[..., None]  # of a layer, a micro batch, the experts, their weig
 
 
 class Routing:
-    """Observer of a session whose model has layers of experts.
+    """Observer of a session; it does nothing where the model has no layer of experts.
 
     ``counts`` [layers, experts] are the choices of the last step over all ranks, ``tokens`` those that chose in each
-    layer, ``loss`` the routers' weighted losses, the mean over its micro steps.
+    layer, ``loss`` the routers' weighted losses, the mean over its micro steps. Set ``terms`` before `Session.prepare`.
     """
 
-    def __init__(self, layers: tuple[ExpertLayer, ...], terms: RouterTerms) -> None:
-        self.layers, self.terms = layers, terms
-        self.names = tuple(layer.name for layer in layers)
-        self.experts = max(layer.num_experts for layer in layers)
+    def __init__(self) -> None:
+        self.terms = RouterTerms()
+        self.layers: tuple[ExpertLayer, ...] = ()
+        self.names: tuple[str, ...] = ()
+        self.experts = 0  # of the layer with the most
         self.counts = torch.zeros(0)
         self.tokens = torch.zeros(0)
         self.loss = 0.0
@@ -112,14 +113,23 @@ class Routing:
         self._local = torch.zeros(0)
         self._forwards: dict[int, int] = {}
 
-    @classmethod
-    def of(cls, model: nn.Module, terms: RouterTerms) -> Routing | None:
-        """Return the routing of an untouched model; ``None`` where it has no layer of experts."""
-        layers = tuple(replace(layer, module=None) for layer in expert_layers(model))  # `prepare` may copy it
-        return cls(layers, terms) if layers else None
+    def adopt(self, model: nn.Module, plan: Plan) -> tuple[str, ...]:
+        """Take the layers of an untouched model, and its own losses; return notes.
+
+        Raises:
+            ModelError: the model or the plan does not support the terms.
+        """
+        self.terms, notes = router_terms(model, self.terms)
+        check_routers(model, plan, self.terms)
+        self.layers = tuple(replace(layer, module=None) for layer in expert_layers(model))  # `prepare` may copy it
+        self.names = tuple(layer.name for layer in self.layers)
+        self.experts = max((layer.num_experts for layer in self.layers), default=0)
+        return notes
 
     def on_prepared(self, session: TrainingSession) -> None:
         """Hook this rank's routers and experts."""
+        if not self.layers or session.applied.engine is not None:
+            return
         module = session.module
         named = ((clean_name(f"{name}.").rstrip("."), part) for name, part in module.named_modules())
         parts = {_STAGE.sub("", name): part for name, part in named}
@@ -142,6 +152,8 @@ class Routing:
 
     def on_step_start(self, session: TrainingSession, step: Any) -> None:
         """Begin to count."""
+        if not self.modules and not self._local.numel():
+            return
         self._step, self._active, self.done, self._forwards = step, None, [], {}
         self._local.zero_()
 
@@ -154,6 +166,8 @@ class Routing:
 
     def on_step_end(self, session: TrainingSession, step: Any) -> None:
         """Add the counts over all ranks, and move the bias."""
+        if self._step is None:
+            return
         total = self._local.clone()
         if session.ranks.world_size > 1:
             dist.all_reduce(total)

@@ -36,7 +36,6 @@ from shardwise.parallel.data_parallel.fsdp import discard_gradients
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
-from shardwise.parallel.experts.router_loss import RouterTerms
 from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import ownership_of
@@ -51,8 +50,9 @@ from shardwise.train.epochs import count_steps, pass_ended, unfinished_epochs
 from shardwise.train.group_samples import copy_rng_state, group_marks, keep_together
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
-from shardwise.train.routing import Routing, check_routers, router_terms
+from shardwise.train.routing import Routing
 from shardwise.train.schedule_length import ScheduleRecorder
+from shardwise.train.session_interface import StepHeader, Timekeeper
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
 from shardwise.train.structure import StructureRecorder
@@ -79,33 +79,6 @@ class Observer(Protocol):
         """Called if the loop left a step unfinished; its gradients are discarded."""
 
 
-class StepHeader(Protocol):
-    """Integers sent with the message at the start of every step."""
-
-    @property
-    def size(self) -> int:
-        """Number of integers."""
-
-    def post(self) -> list[int]:
-        """Return this rank's integers."""
-
-    def deliver(self, rows: list[list[int]]) -> None:
-        """Receive the integers of all ranks, in rank order."""
-
-
-class Timekeeper(Protocol):
-    """Recorder of the time that steps take."""
-
-    def timing(self) -> Any:
-        """`shardwise.measure.step_time.timing.Timing` so far.
-
-        ``None`` before the second step, and off rank 0.
-        """
-
-    def detach(self) -> None:
-        """Stop timing; recorded times stay."""
-
-
 # Writes the report of a session, and returns its path on rank 0.
 Reporter = Callable[["Session"], Path | None]
 
@@ -119,7 +92,7 @@ class Session:
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
-    ``router`` are the routers' own losses, set before `prepare`; ``routing`` is what the routers choose.
+    ``routing`` is what the routers of a mixture of experts choose; set ``routing.terms``, their losses, before `prepare`.
     """
 
     ranks: Ranks
@@ -140,8 +113,7 @@ class Session:
     at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
     nonfinite_file: Path | None = None
-    router: RouterTerms = field(default_factory=RouterTerms)
-    routing: Routing | None = None
+    routing: Routing = field(default_factory=Routing)
     _agreement: Agreement | None = None
     _stream: Stream | None = None
     _windows: PassWindows | None = None
@@ -265,9 +237,7 @@ class Session:
                 f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
             )
         hooks = ParameterHooks(model, self._plan)
-        terms, routed = router_terms(model, self.router)
-        check_routers(model, self._plan, terms)
-        self.routing = Routing.of(model, terms)
+        routed = self.routing.adopt(model, self._plan)
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.engines.deepspeed_engine import apply_deepspeed
 
@@ -296,8 +266,7 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        routing = [] if self.routing is None else [self.routing]
-        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder(), *routing]  # before those of gradients
+        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder(), self.routing]  # before those of gradients
         self.header.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer

@@ -24,8 +24,8 @@ class TrainingOptions(BaseModel):
 
     router_aux_loss: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0,
-        description="weight of the routers' load-balancing loss over all ranks; 0 is the model's own, if its config has "
-        "output_router_logits",
+        description="weight of the routers' load-balancing loss over all ranks; 0 is the model's own where its config "
+        "has output_router_logits",
     )
     router_z_loss: Annotated[float, Field(ge=0, le=10)] = Field(
         0.0, description="weight of the mean squared logsumexp of the routers' logits (ST-MoE: 1e-3)"

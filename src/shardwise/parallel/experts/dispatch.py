@@ -14,18 +14,20 @@ from shardwise.distributed.comm_timer import COMM_TIMER
 PART = "exposed_ep"
 
 
-class Exchange(Function):
+class RowExchange(Function):
     """All-to-all of rows: ``sends`` rows to each rank, ``receives`` rows from each; the backward goes the other way."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
+        """Send the rows."""
         ctx.sends, ctx.receives, ctx.group = sends, receives, group
         return _exchanged(rows, sends, receives, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Send the gradients back."""
         return _exchanged(grad, ctx.receives, ctx.sends, ctx.group), None, None, None
 
 
@@ -53,12 +55,15 @@ class Share(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, first: int, end: int, group: dist.ProcessGroup) -> torch.Tensor:
+        """Take the rows of this rank."""
         ctx.place, ctx.group = (first, end, len(rows)), group
         return rows[first:end].clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gathered(grad, *ctx.place, ctx.group), None, None, None
+        """Gather the gradients of all ranks' rows."""
+        first, end, number = ctx.place
+        return _gathered(grad, first, end, number, ctx.group), None, None, None
 
 
 class Whole(Function):
@@ -68,11 +73,13 @@ class Whole(Function):
     def forward(
         ctx: Any, rows: torch.Tensor, first: int, end: int, number: int, group: dist.ProcessGroup
     ) -> torch.Tensor:
+        """Gather the rows of all ranks."""
         ctx.place = first, end
         return _gathered(rows, first, end, number, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Take the gradient of this rank's rows."""
         first, end = ctx.place
         return grad[first:end].contiguous(), None, None, None, None
 
@@ -91,11 +98,13 @@ class ScaledGradient(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the tensor."""
         ctx.scale = scale
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Scale its gradient."""
         return grad * ctx.scale, None
 
 
@@ -104,9 +113,11 @@ class Untouched(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
         ctx.save_for_backward(*weights)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return zeros for the weights."""
         return grad, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.errors import ModelError
 from shardwise.model.expert_layers import expert_layers
-from shardwise.parallel.experts.dispatch import Exchange, ScaledGradient, Share, Untouched, Whole, counts_from
+from shardwise.parallel.experts.dispatch import RowExchange, ScaledGradient, Share, Untouched, Whole, counts_from
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.divisibility import expert_problem
 from shardwise.plan.plan import Plan
@@ -65,9 +64,7 @@ def check_experts(module: nn.Module, plan: Plan) -> None:
     layers = expert_layers(module)
     problems = [] if layers else [_NO_LAYER]
     problems += [
-        f"'{layer.name}': {problem}"
-        for layer in layers
-        if (problem := expert_problem(layer.num_experts, plan.dims.ep))
+        f"'{layer.name}': {problem}" for layer in layers if (problem := expert_problem(layer.num_experts, plan.dims.ep))
     ]
     problems += [f"'{layer.name}' does not say num_experts, which is its part of them under +ep" for layer in layers
                  if getattr(layer.module, "num_experts", None) != layer.num_experts]  # fmt: skip
@@ -175,7 +172,7 @@ def _forward(module: nn.Module, here: ExpertsHere) -> Any:
         first, end = number * rank // ranks, number * (rank + 1) // ranks
         part = Share.apply(hidden, first, end, group)
         chosen = Share.apply(weights, first, end, group)
-        return Whole.apply(_routed(module, here, part, index[first:end], chosen), first, end, number, group)  # type: ignore[no-any-return]
+        return Whole.apply(_routed(module, here, part, index[first:end], chosen), first, end, number, group)
 
     return forward
 
@@ -192,9 +189,9 @@ def _routed(
     order = order[: sum(sends)]
     if torch._C._current_graph_task_id() == -1:
         here.rows += sum(receives)
-    rows = Exchange.apply(hidden[order // top_k], sends, receives, group)
+    rows = RowExchange.apply(hidden[order // top_k], sends, receives, group)
     expert = torch.arange(here.number, device=rows.device).repeat(ranks).repeat_interleave(incoming.reshape(-1))
-    found = Exchange.apply(_local(module, here, rows, expert), receives, sends, group)
+    found = RowExchange.apply(_local(module, here, rows, expert), receives, sends, group)
     weighted = found * weights.reshape(-1)[order].unsqueeze(-1)
     out = torch.zeros_like(hidden)
     return out.index_add(0, order // top_k, weighted.to(out.dtype))
@@ -205,7 +202,7 @@ def _local(module: nn.Module, here: ExpertsHere, rows: torch.Tensor, expert: tor
     whole = module._parameters
     parts = {key: _scaled(p, here.scale) for key, p in whole.items() if p is not None}
     if not len(rows):
-        return Untouched.apply(rows, *parts.values())  # type: ignore[no-any-return]
+        return Untouched.apply(rows, *parts.values())
     if here.computed is not None:
         here.computed(rows, expert)
     object.__setattr__(module, "_parameters", parts)
@@ -218,4 +215,4 @@ def _local(module: nn.Module, here: ExpertsHere, rows: torch.Tensor, expert: tor
 
 def _scaled(parameter: torch.Tensor, scale: float) -> torch.Tensor:
     local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local if scale == 1.0 else ScaledGradient.apply(local, scale)  # type: ignore[no-any-return]
+    return local if scale == 1.0 else ScaledGradient.apply(local, scale)

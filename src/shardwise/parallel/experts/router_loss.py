@@ -88,12 +88,14 @@ class RouterLoss(Function):
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, logits: torch.Tensor, routing: MicroRouting) -> torch.Tensor:
+        """Return the weights."""
         ctx.routing = routing
         ctx.save_for_backward(logits)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Return the weights' gradient, and that of the losses for the logits."""
         (logits,) = ctx.saved_tensors
         routing: MicroRouting = ctx.routing
         sums, number = routing.wait(), routing.num_experts

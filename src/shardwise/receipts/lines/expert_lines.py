@@ -84,7 +84,8 @@ class ExpertLines:
         chosen, rows, lost, outputs, micros, computed, weights = totals
         yield self._token_line(chosen, computed if spread else chosen, rows, lost, session)
         if spread:
-            held = sorted({p.to_local().shape[0] * _ways(p, 0) for m in self._routing.modules.values() for p in _own(m)})
+            parameters = [p for module in self._routing.modules.values() for p in _own(module)]
+            held = sorted({p.to_local().shape[0] * _ways(p, 0) for p in parameters})
             planned = sorted({layer.num_experts // session.plan.dims.ep for layer in self._routing.layers})
             texts = [", ".join(map(str, one)) for one in (planned, held)]
             name = f"experts of a layer on a rank (ep {session.plan.dims.ep})"
@@ -112,7 +113,7 @@ class ExpertLines:
             self._micros[micro] += torch.cat([counts, p, rows.sum().reshape(1), z])
 
     def _compute(self, layer: int, first: int, rows: torch.Tensor, expert: torch.Tensor) -> None:
-        if not torch._C._current_graph_task_id() == -1:  # a recomputation
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
             return
         with _disable_current_modes(), torch.no_grad():
             self._computed[layer] += torch.bincount(expert + first, minlength=self._computed.shape[1])
