@@ -92,7 +92,8 @@ class Session:
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
-    ``routing`` is what the routers of a mixture of experts choose; set ``routing.terms``, their losses, before `prepare`.
+    ``routing`` is what the routers of a mixture of experts choose; ``routing.terms``, their losses, are set before
+    `prepare`.
     """
 
     ranks: Ranks
