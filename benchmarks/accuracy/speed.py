@@ -151,7 +151,17 @@ def table(timed: list[Timed]) -> None:
 def show(one: Timed) -> str:
     """One row with where its predicted seconds go, in percent."""
     time = one.predicted
-    parts = ("compute", "recompute", "exposed_dp", "exposed_tp", "exposed_cp", "exposed_ep", "pipeline", "optimizer", "host")
+    parts = (
+        "compute",
+        "recompute",
+        "exposed_dp",
+        "exposed_tp",
+        "exposed_cp",
+        "exposed_ep",
+        "pipeline",
+        "optimizer",
+        "host",
+    )
     shares = " ".join(f"{part[-4:]} {getattr(time, part + '_s') / time.step_s:.0%}" for part in parts)
     return f"{one.error:+7.1%} null {one.null_error:+6.1%} {one.measured_s:9.4f} s  {one.row.label}  [{shares}]"
 

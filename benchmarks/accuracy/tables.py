@@ -319,8 +319,8 @@ def caveats(documents: Mapping[str, Document]) -> list[str]:
     words = (
         f"- **Left out.** Of {memory['records']} rows of `data/published.csv` {len(left)} are not predicted"
         + (f" ({names}: {reasons})." if left else ".")
-        + " Before that, rows of mixtures of experts, rows that do not state batch, length, recompute or GPU, and"
-        " analytic or doubtful ones never came into that file (`data/README.md`). "
+        + " Before that, rows that do not state batch, length, recompute or GPU, and analytic or doubtful ones never"
+        " came into that file (`data/README.md`). "
         + (
             f"No step time could be predicted of {len(speed['problems'])}: {'; '.join(speed['problems'])}."
             if speed["problems"]

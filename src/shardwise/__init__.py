@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.model.facts import ModelSpec as ModelSpec
     from shardwise.observation.expectation import Expectation as Expectation
     from shardwise.observation.observer import observe as observe
+    from shardwise.parallel.experts.router_loss import RouterTerms as RouterTerms
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
     from shardwise.plan.workload import Workload as Workload
@@ -27,6 +28,7 @@ _HOMES = {
     "Estimate": "shardwise.cost.memory.estimate",
     "Measurement": "shardwise.measure.state",
     "ModelSpec": "shardwise.model.facts",
+    "RouterTerms": "shardwise.parallel.experts.router_loss",
     "Receipt": "shardwise.receipts.receipt",
     "Workload": "shardwise.plan.workload",
     "Session": "shardwise.train.session",

@@ -118,7 +118,10 @@ def test_a_function_of_a_file_and_of_a_module(tmp_path, monkeypatch):
         ({"model_type": "lama"}, r"model_type 'lama' \(did you mean '\w*llama'\?\)"),
         ({"model_type": "new", "auto_map": {"AutoModel": "x.Y"}}, "names code of its own"),
         ({"model_type": "mixtral", "num_local_experts": 1}, "num_experts_per_tok is 2, more than its 1 experts"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step is 0, it must be a positive integer"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
+            "decoder_sparse_step is 0, it must be a positive integer",
+        ),
         ({"model_type": "xglm", "max_position_embeddings": 8} | UNKNOWN["xglm"], "more than the 8"),
         ({"model_type": "biogpt", "max_position_embeddings": 8, "hidden_size": 32, "num_attention_heads": 4}, "longer"),
         ({"model_type": "codegen"} | UNKNOWN["codegen"] | {"n_layer": "x"}, "cannot be used|cannot build"),

@@ -58,9 +58,9 @@ def run_explain(
     problem = ask(profile, with_plan(request.workload, plan), request.cluster, pinned, costs=costs)
     best = cost_of(problem, plan)
     print_facts(problem.profile, request.cluster, console)
-    print_explanation(problem.profile, request.cluster, best, console)
+    print_explanation(problem.profile, request.cluster, best, console, problem.workload)
     free = pins.model_copy(update={"strategy": None})
-    if plan.dims.splits_model:
+    if plan.dims.splits_model or plan.dims.ep > 1:
         others = search(profile, request.workload, request.cluster, free, costs=costs).candidates
         for line in purposes(problem, best, others):
             console.print(f"why: {line}", markup=False)

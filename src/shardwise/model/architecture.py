@@ -28,8 +28,8 @@ class Architecture(BaseModel):
     positions (two of OPT's, token types of BERT's). ``embedding_norm`` is a norm right after the embedding;
     ``head_transform`` is BERT's: a linear layer and a norm in front of the output projection. An image family (``vit``)
     has ``max_seq_len`` patches and class token together, patches of 16 x 16 pixels of three colours, and classes in
-    ``vocab``. ``mixture`` describes the experts of its sparse layers, ``latent`` an attention over latents, and ``sinks``
-    is one weight a head that attention's softmax sees beside the keys. ``notes`` are for people.
+    ``vocab``. ``mixture`` describes the experts of its sparse layers, ``latent`` an attention over latents, and
+    ``sinks`` is one weight a head that attention's softmax sees beside the keys. ``notes`` are for people.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -181,9 +181,7 @@ _DEFAULTS: dict[str, dict[str, object]] = {
         36, 2880, 64, 2880, 201088, 131072, kv_heads=8, head_dim=64, attention_bias=True, sliding_window=128
     ),
     "olmoe": _defaults(16, 2048, 16, 2048, 50304, 4096),
-    "llama4_text": _defaults(
-        48, 5120, 40, 8192, 202048, 131072, kv_heads=8, head_dim=128, sliding_window=8192
-    ),
+    "llama4_text": _defaults(48, 5120, 40, 8192, 202048, 131072, kv_heads=8, head_dim=128, sliding_window=8192),
     "phimoe": _defaults(32, 4096, 32, 6400, 32064, 131072, kv_heads=8),
     "granitemoe": _defaults(32, 4096, 32, 11008, 32000, 2048),
     "granitemoeshared": _defaults(32, 4096, 32, 11008, 32000, 2048),
@@ -195,7 +193,16 @@ _LAYER: dict[str, object] = {"norm": "layer", "norm_bias": True, "gated": False}
 _ALL_BIASED: dict[str, object] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 _PARALLEL: dict[str, object] = {"parallel_block": True, "block_norms": 1}
 _WINDOWED = {
-    "mistral", "gemma2", "gemma3_text", "phi3", "starcoder2", "olmo3", "cohere2", "mixtral", "gpt_oss", "phimoe"
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "starcoder2",
+    "olmo3",
+    "cohere2",
+    "mixtral",
+    "gpt_oss",
+    "phimoe",
 }
 _WINDOWED_IF_USED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
 Get = Callable[[str], object]

@@ -122,7 +122,9 @@ def with_adapters(
         began = began or adapts or any(map(own.trains, unit.weights))
     notes = profile.unknown
     if profile.experts:
-        notes += ("experts have no adapters, and stay in the compute dtype" + " beside 4-bit layers" * (kind == "qlora"),)
+        notes += (
+            "experts have no adapters, and stay in the compute dtype" + " beside 4-bit layers" * (kind == "qlora"),
+        )
     return replace(profile, units=tuple(units), unknown=notes)
 
 

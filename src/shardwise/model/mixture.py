@@ -1,7 +1,7 @@
 """Mixtures of experts and latent attention as facts of an `Architecture`, read from Hugging Face configurations.
 
 The tables follow the modules of transformers 5.23. Routing alone (groups of experts, scaling, bias corrections that are
-buffers) changes no shape and is not read. Layers for multi-token prediction are not built by transformers, and not here.
+buffers) changes no shape and is not read. Layers for multi-token prediction are not built by transformers, nor here.
 """
 
 from __future__ import annotations
@@ -154,8 +154,10 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
-def mixture_facts(family: str, config: Mapping[str, object], layers: object, ffn: object, name: str) -> dict[str, object]:
-    """Return the `Architecture` fields ``mixture`` and ``ffn`` (of the dense layers), and ``latent`` where there is one.
+def mixture_facts(
+    family: str, config: Mapping[str, object], layers: object, ffn: object, name: str
+) -> dict[str, object]:
+    """Return the `Architecture` fields ``mixture``, ``ffn`` (of the dense layers), and ``latent`` where there is one.
 
     Raises:
         ModelError: sizes that are not positive integers, or more experts per token than there are; lists all of them.

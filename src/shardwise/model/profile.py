@@ -78,6 +78,7 @@ class Op:
     kept_by_selective: bool = False  # selective recompute saves its output instead of recomputing it
     weight: bool = False  # backward also computes a weight gradient
     experts: int = 0
+    share: float = 1.0  # of the experts that one token takes
     value_dim: int = 0
 
 
@@ -111,6 +112,11 @@ class Unit:
     def experts(self) -> int:
         """Experts of the unit; 0 where it has none."""
         return max((w.experts for w in self.weights), default=0)
+
+    @property
+    def share(self) -> float:
+        """Share of the experts that one token takes; 1 where the unit has none."""
+        return min((w.active for w in self.weights if w.experts), default=1.0)
 
     @property
     def flops(self) -> float:

@@ -2,7 +2,7 @@
 
 Experts are counted as transformers' grouped path runs them (`integrations/moe.py: grouped_mm_experts_forward`), without
 dropped tokens: every token is copied to each of its experts, copies are sorted by expert, two grouped products run over
-them, and results are weighed and summed per token. Rows of an op of experts are these copies, on average equally many on
+them, and results are weighed and summed per token. Rows of an op of experts are these copies, on average as many on
 each rank; ``Op.experts`` tells over how many experts they are spread. Attention over latents is counted with expanded
 keys and values, as everybody trains it.
 """
@@ -26,13 +26,16 @@ def routed_weights(a: Architecture, m: Mixture, linear: LinearWeights) -> tuple[
     """Return the weights of a sparse layer's MLP: router, stacked experts, shared experts."""
     h, wide = a.hidden, (2 if a.gated else 1) * m.width
     active = m.per_token / m.experts
-    router = (Weight("mlp.gate.weight", (m.experts, h)),)
+    router: tuple[Weight, ...] = (Weight("mlp.gate.weight", (m.experts, h)),)
     router += (Weight("mlp.gate.bias", (m.experts,)),) if m.router_bias else ()
 
     def stacked(name: str, *shape: int, tp_dim: int | None) -> Weight:
         return Weight(f"mlp.experts.{name}", (m.experts, *shape), tp_dim=tp_dim, experts=m.experts, active=active)
 
-    experts = (stacked("gate_up_proj", wide, h, tp_dim=1), stacked("down_proj", h, m.width, tp_dim=2))
+    experts: tuple[Weight, ...] = (
+        stacked("gate_up_proj", wide, h, tp_dim=1),
+        stacked("down_proj", h, m.width, tp_dim=2),
+    )
     if m.expert_bias:
         experts += (
             stacked("gate_up_proj_bias", wide, tp_dim=1),
@@ -78,7 +81,7 @@ def routed_ops(a: Architecture, m: Mixture, rows: int, compiled: bool, *, saved:
 
 
 def _routed(op: Op, m: Mixture) -> Op:
-    return replace(op, experts=m.experts)
+    return replace(op, experts=m.experts, share=m.per_token / m.experts)
 
 
 def _shared_ops(a: Architecture, m: Mixture, rows: int, compiled: bool) -> list[Op]:
@@ -107,13 +110,9 @@ def latent_weights(a: Architecture, latent: LatentAttention, linear: LinearWeigh
         weights = linear("self_attn.q_a_proj", latent.q_rank, h, bias=latent.bias, tp_dim=None)
         weights += (Weight("self_attn.q_a_layernorm.weight", (latent.q_rank,)),)
         weights += linear("self_attn.q_b_proj", heads * latent.key, latent.q_rank, bias=False, tp_dim=0)
-    weights += linear(
-        "self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope, h, bias=latent.bias, tp_dim=None
-    )
+    weights += linear("self_attn.kv_a_proj_with_mqa", latent.kv_rank + latent.rope, h, bias=latent.bias, tp_dim=None)
     weights += (Weight("self_attn.kv_a_layernorm.weight", (latent.kv_rank,)),)
-    weights += linear(
-        "self_attn.kv_b_proj", heads * (latent.nope + latent.value), latent.kv_rank, bias=False, tp_dim=0
-    )
+    weights += linear("self_attn.kv_b_proj", heads * (latent.nope + latent.value), latent.kv_rank, bias=False, tp_dim=0)
     return weights + linear("self_attn.o_proj", h, heads * latent.value, bias=a.output_bias, tp_dim=1)
 
 
@@ -146,14 +145,10 @@ def latent_ops(a: Architecture, latent: LatentAttention, rows: int, compiled: bo
     ]
     # the kernel's work is that of the mean of both widths: 2 · rows² · heads · (key + value)
     mean = (latent.key + latent.value) // 2
-    found = attention(
-        "attention", rows, heads, heads, mean, causal=a.causal, saved=rows * (2 * q + kv + v)
-    )
+    found = attention("attention", rows, heads, heads, mean, causal=a.causal, saved=rows * (2 * q + kv + v))
     return [*ops, replace(found, value_dim=latent.value), matmul("o", rows, v, h, "row", temporary=rows * h)]
 
 
 def _latent_norm(name: str, rows: int, width: int) -> Op:
     elements = rows * width
-    return Op(
-        name, "norm", moved=2 * elements, saved=elements, saved_fp32=rows, tp_sharding="sequence", fusible=True
-    )
+    return Op(name, "norm", moved=2 * elements, saved=elements, saved_fp32=rows, tp_sharding="sequence", fusible=True)

@@ -31,7 +31,8 @@ def mark_experts(unit: Unit) -> Unit:
         return replace(weight, experts=first.experts, active=active) if routed else weight
 
     def between(index: int, op: Op) -> Op:
-        return replace(op, experts=first.experts) if products[0] < index < products[-1] else op
+        routed = products[0] <= index <= products[-1]
+        return replace(op, experts=first.experts, share=active) if routed else op
 
     ops = tuple(between(index, op) for index, op in enumerate(unit.ops))
     return replace(unit, weights=tuple(map(marked, unit.weights)), ops=ops)

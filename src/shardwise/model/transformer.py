@@ -59,7 +59,7 @@ def profile_of(architecture: Architecture, seq_len: int | None, *, compiled: boo
 
 
 def _problems(a: Architecture, seq_len: int | None, *, image: bool) -> list[str]:
-    problems = []
+    problems = list[str]()
     if image:
         return problems
     if seq_len is None or seq_len < 1:
@@ -85,7 +85,7 @@ def _notes(a: Architecture, rows: int) -> tuple[str, ...]:
 
 
 def _blocks(a: Architecture, rows: int, compiled: bool) -> tuple[Unit, ...]:
-    """Return the blocks in order, equal neighbours as one unit; those with experts are another unit than those without."""
+    """Return the blocks in order, equal neighbours as one unit; those with experts are units of their own."""
 
     def block(name: str, sparse: bool) -> Unit:
         ops = mark_selective(_block_ops(a, rows, compiled, sparse))

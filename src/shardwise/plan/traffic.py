@@ -66,7 +66,7 @@ def weight_uses(strategy: Strategy, micro_batches: int) -> int:
 
 
 def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
-    """Bytes sent by one device in one optimizer step: ``dp``, ``tp``, ``cp``, ``ep``, ``pp``; axes of one rank left out.
+    """Bytes sent by one device in one optimizer step by axis (``dp``, ``ep``, …); axes of one rank are left out.
 
     Payload of ring algorithms. Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few
     bytes), and padding.
@@ -117,17 +117,21 @@ def _expert_weights_sent(spread: tuple[int, int], plan: Plan, moved: DataTraffic
         replicas = dims.dp_replicate
     else:
         shards, replicas = 1, shards
-    weights, gradients = (n * size / (dims.ep * dims.pp) for n, size in zip(spread, (narrow, GRADIENT_BYTES), strict=True))
+    weights, gradients = (
+        n * size / (dims.ep * dims.pp) for n, size in zip(spread, (narrow, GRADIENT_BYTES), strict=True)
+    )
     scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
     replicated = moved.reduces * 2 * gradients / shards + moved.broadcasts * gradients
     return scattered * (shards - 1) / shards + replicated * (replicas - 1) / replicas
 
 
 def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
-    """Bytes of a micro batch's copies of tokens on one rank, over all layers of a stage and all dispatches of a step."""
+    """Bytes of a micro batch's copies of tokens on one rank, over a stage's layers and all exchanges of a step."""
     dims = plan.dims
     rows = plan.sequences / (dims.cp * dims.tp * dims.pp)
-    firsts = ((next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units)
+    firsts = (
+        (next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units
+    )
     again = DISPATCHES + (plan.recompute != "none")
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * again
 
@@ -153,9 +157,15 @@ def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> floa
 
 
 def crosses_nodes(axis: str, plan: Plan, cluster: ClusterSpec) -> bool:
-    """True where the ranks of an axis lie on several nodes: innermost are ``tp``, ``ep``, then ``cp``, ``dp``, ``pp``."""
+    """True where an axis lies on several nodes: innermost are ``tp`` and ``ep``, then ``cp``, ``dp``, ``pp``."""
     dims = plan.dims
-    reach = {"ep": dims.ep, "tp": dims.tp, "cp": dims.tp * dims.cp, "dp": dims.tp * dims.cp * dims.dp, "pp": dims.world_size}
+    reach = {
+        "ep": dims.ep,
+        "tp": dims.tp,
+        "cp": dims.tp * dims.cp,
+        "dp": dims.tp * dims.cp * dims.dp,
+        "pp": dims.world_size,
+    }
     return reach[axis] > cluster.devices_per_node
 
 

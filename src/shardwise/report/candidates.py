@@ -15,7 +15,9 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import sent_bytes, traffic_text
+from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
+from shardwise.search.expert_reasons import experts_text
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
 from shardwise.search.problem import usable_bytes
 from shardwise.units import bytes_text, count_text, counted, hours_text, money_text, number_text, seconds_text
@@ -26,7 +28,13 @@ WIDE = 100  # columns of a terminal
 RECOMPUTE = {"none": "–", "selective": "selective", "full": "full"}
 MARKS = {True: "[green]✓[/]", False: "[red]✗[/]", None: "?"}
 PLANNED = "◇"  # of a plan that this version does not run
-AXES = {"dp": "data parallel", "tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline"}
+AXES = {
+    "dp": "data parallel",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "pp": "pipeline",
+}
 
 
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
@@ -54,6 +62,7 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
     length = f", {profile.seq_len} token{'s' * (profile.seq_len > 1)} a sample" if profile.seq_len else ""
     console.print(
         f"model: {profile.name}, {count_text(profile.num_parameters)} parameters"
+        + (f", {count_text(round(profile.num_active))} of them for one token" if profile.experts else "")
         + (f", {count_text(frozen)} of them frozen" if frozen else "")
         + f", {counted(profile.num_blocks, 'block')}{length}",
         markup=False,
@@ -99,7 +108,7 @@ def options_text(plan: Plan) -> str:
 
 def _shown(result: SearchResult) -> list[Candidate]:
     """Select rows: the best, the plain strategies, then the next best; in their order."""
-    plain = [c for c in result.candidates if not any(c.plan.dims.model_dump()[axis] > 1 for axis in ("tp", "pp", "cp", "ep"))]
+    plain = [c for c in result.candidates if not c.plan.dims.splits_model and c.plan.dims.ep == 1]
     first = list(result.candidates[:1])
     wanted = first + [c for c in plain if c not in first]
     wanted += [c for c in result.candidates if c not in wanted]
@@ -255,7 +264,9 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
     return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."
 
 
-def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console) -> None:
+def print_explanation(
+    profile: ModelProfile, cluster: ClusterSpec, best: Candidate, console: Console, workload: Workload | None = None
+) -> None:
     """Print the arithmetic of one plan: categories with formulas, phases, time parts, traffic."""
     plan, memory, time = best.plan, best.memory, best.time
     console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
@@ -263,6 +274,8 @@ def print_explanation(profile: ModelProfile, cluster: ClusterSpec, best: Candida
         console.print(f"      with {options}", markup=False)
     console.print(f"      {plan.reason}", markup=False)
     console.print(f"batch: {plan.batch_equation()}", markup=False)
+    if routed := experts_text(profile, plan, workload or Workload()):
+        console.print(f"experts: {routed}", markup=False)
     table = Table(title="memory of the fullest device", title_justify="left", title_style="bold", box=None)
     for name in ("category", "bytes", "from"):
         table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")

@@ -42,6 +42,8 @@ class ModelFacts(Facts):
     origin: str
     source: str
     parameters: int
+    active_parameters: int = Field(description="that one token uses: of experts those it is routed to")
+    experts: int = Field(description="of a layer; 0 without")
     trainable: int
     blocks: int
     hidden_size: int | None
@@ -234,6 +236,8 @@ def _model(profile: ModelProfile) -> ModelFacts:
         origin=profile.origin,
         source=profile.source,
         parameters=profile.num_parameters,
+        active_parameters=round(profile.num_active),
+        experts=profile.experts,
         trainable=profile.num_trainable,
         blocks=profile.num_blocks,
         hidden_size=profile.hidden_size,

@@ -196,6 +196,12 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     ways = f" / {_factors(shards)}" if strategy.shards_parameters and shards else ""
     state_ways = f" / {_factors(ranks)}" if strategy.base == "zero1" and ranks else ways
     layout = layout_of(plan)
+    own, own_state = "", ""
+    if dims.ep > 1:
+        pp = f" × pp {dims.pp}" if dims.pp > 1 else ""
+        shared = f", of experts / (ep {dims.ep} × {dims.expert_shards} that share them{pp})"
+        own = shared if ways else f", of experts / (ep {dims.ep}{pp})"
+        own_state = shared if state_ways else own
     full, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
@@ -222,9 +228,9 @@ def memory_arithmetic(profile: ModelProfile, plan: Plan, memory: Estimate) -> li
     else:
         gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
     return [
-        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}{twice}"),
-        ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}"),
-        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}"),
+        ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}{own}{twice}"),
+        ("gradients", memory.gradients, f"{trained} trained × 4 B{model_ways}{ways}{own}"),
+        ("optimizer", memory.optimizer, f"{trained} trained × bytes of its states{model_ways}{state_ways}{own_state}"),
         ("activations", memory.activations, f"{rows}, {stage}, {kept}{in_flight}"),
         ("logits", memory.logits, f"{rows} × {words}, and the loss's copies"),
         ("buffers", memory.buffers, gathered),

@@ -74,7 +74,9 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         weight_bytes=stored / max(1, parameters),
         kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
         experts=sum(w.num_elements * u.count for u in profile.units for w in u.weights if w.experts),
-        trained_experts=sum(w.num_elements * u.count for u in profile.units for w in u.weights if w.experts * w.trainable),
+        trained_experts=sum(
+            w.num_elements * u.count for u in profile.units for w in u.weights if w.experts * w.trainable
+        ),
         copied=each * sum(op.moved / 2 * u.count for u in profile.units for op in u.ops if op.name == "dispatch"),
     )
 
@@ -122,7 +124,9 @@ def rough_step_time_s(
         exposed += accum * blocks * sent / link
     if dims.ep > 1:
         link = totals.link if dims.ep <= totals.per_node else totals.network
-        exposed += accum * 4 * 2 * micro * totals.copied / (dims.cp * dims.tp * dims.pp) * (dims.ep - 1) / dims.ep / link
+        exposed += (
+            accum * 4 * 2 * micro * totals.copied / (dims.cp * dims.tp * dims.pp) * (dims.ep - 1) / dims.ep / link
+        )
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
     model_ways = dims.tp * dims.pp
     if strategy.offload:

@@ -65,7 +65,7 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         load=1.0,
     )
     if unit.experts:
-        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE)
+        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE, share=unit.share)
         load = load if layout.capacity_factor is None else layout.capacity_factor
         sharding = replace(sharding, load=load, weighs_early=layout.framework != "shardwise")
     return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)

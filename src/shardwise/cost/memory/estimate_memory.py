@@ -227,8 +227,12 @@ def estimate(
     """
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
-    routing = {"capacity_factor": workload.capacity_factor, "balanced": workload.balanced_experts}
-    layout = replace(layout_of(plan, framework), flat=flat, **routing)
+    layout = replace(
+        layout_of(plan, framework),
+        flat=flat,
+        capacity_factor=workload.capacity_factor,
+        balanced=workload.balanced_experts,
+    )
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss

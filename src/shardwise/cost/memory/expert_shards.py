@@ -1,8 +1,8 @@
 """Shapes of stacked experts on one rank, and the ranks that share them.
 
 ``+ep`` gives a rank ``experts / ep`` whole experts, which `expert_shards` ranks of a replica share. FSDP shards them
-along the experts where each of these ranks gets one; else along the first other dim that the ranks divide, as torchtitan
-does (``apply_fsdp`` of its mixtures), because FSDP2 pads only dim 0 and whole ranks would be empty.
+along the experts where each of these ranks gets one; else along the first other dim that the ranks divide, as
+torchtitan does (``apply_fsdp`` of its mixtures), because FSDP2 pads only dim 0 and whole ranks would be empty.
 """
 
 from __future__ import annotations

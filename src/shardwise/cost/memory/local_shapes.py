@@ -370,7 +370,8 @@ def _unit_weights(
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
-    ``spread`` is over how many ranks experts are spread, and how many shard the same ones. With ``flat`` a gradient is as large as the unit where any of it trains, and has the itemsize of its weights.
+    ``spread`` is over how many ranks experts are spread, and how many shard the same ones. With ``flat`` a gradient is
+    as large as the unit where any of it trains, and has the itemsize of its weights.
     """
     weights = same.unit.weights
     if masters:

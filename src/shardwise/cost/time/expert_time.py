@@ -1,7 +1,7 @@
 """Seconds of routed experts on the fullest rank: grouped products, and the all-to-alls in front of and behind them.
 
-A grouped product runs each local expert's rows in tiles of its own. Experts get uneven numbers of rows, so the last tile
-of each is half empty on average; what a plan leaves of tokens per expert decides how much that costs, and whether
+A grouped product runs each local expert's rows in tiles of its own. Experts get uneven numbers of rows, so the last
+tile of each is half empty on average; what a plan leaves of tokens per expert decides how much that costs, and whether
 reading the weights takes longer than multiplying by them. `kernels.matmul_s` counts both for a batch of equal products;
 here it is asked at the two numbers of full tiles around the expected one. Dispatch sends each copy of a token to the
 rank of its expert, combine sends the result back, and backward repeats both the other way. Nothing hides them: the
@@ -24,11 +24,11 @@ TILE = 128  # rows of a tile of a grouped product
 LEAST_ROWS = 16  # of a tile that an expert with few rows fills
 
 
-def load_of(experts: int, ep: int, capacity_factor: float | None, *, balanced: bool) -> float:
+def load_of(op: Op, ep: int, capacity_factor: float | None, *, balanced: bool) -> float:
     """Rows of experts on the fullest rank, of the mean, in a step in the middle."""
     if balanced and capacity_factor is None:
         return 1.0
-    return fullest_load(experts, ep, TIME_QUANTILE, capacity_factor)
+    return fullest_load(op.experts, ep, TIME_QUANTILE, capacity_factor, share=op.share)
 
 
 def grouped_s(
@@ -46,9 +46,7 @@ def grouped_s(
     return ahead, back
 
 
-def _tiled_s(
-    machine: Machine, rows: float, depth: float, columns: float, local: int, precision: Precision
-) -> float:
+def _tiled_s(machine: Machine, rows: float, depth: float, columns: float, local: int, precision: Precision) -> float:
     """Seconds of ``local`` products of about ``rows`` each, half a tile of which is empty."""
     if rows < TILE:
         padded = max(LEAST_ROWS, math.ceil(rows))

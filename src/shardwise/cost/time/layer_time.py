@@ -68,7 +68,7 @@ class WorkSplit:
 
     def experts_of(self, op: Op) -> tuple[float, int]:
         """Return how a rank's rows of experts compare to those of a sample, and how many local experts have them."""
-        load = load_of(op.experts, self.ep, self.capacity_factor, balanced=self.balanced_experts)
+        load = load_of(op, self.ep, self.capacity_factor, balanced=self.balanced_experts)
         ranks = self.cp * (self.tp if self.ep > 1 else 1)
         return self.micro * load / ranks, max(1, op.experts // self.ep)
 
@@ -206,7 +206,10 @@ def _experts_s(
     ahead, back = grouped_s(machine, op, op.m * part, depth, columns, local, precision)
     if precision == "fp8":
         weights = depth * columns * local if split.casts_weights else 0.0
-        cast = machine.cast_s(op.m * part * depth + weights), machine.cast_s(op.m * part * (2 * columns + depth) + weights)
+        cast = (
+            machine.cast_s(op.m * part * depth + weights),
+            machine.cast_s(op.m * part * (2 * columns + depth) + weights),
+        )
         plain = grouped_s(machine, op, op.m * part, depth, columns, local, "bf16")
         ahead, back = ahead + cast[0], back + cast[1]
         return (ahead, back) if ahead + back < sum(plain) else plain
@@ -227,7 +230,7 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
     full = op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not shards_sequence(unit, split))
     full = full or (op.kind == "loss" and not split.loss_parallel)
-    share = split.cp * (1 if full else split.tp)
+    share = float(split.cp * (1 if full else split.tp))
     if op.experts and split.ep > 1:
         share = split.micro / split.experts_of(op)[0]
     if split.compiled and op.fusible and unit.kind == "block":
@@ -355,7 +358,9 @@ def _gathered_mlps(unit: Unit, split: WorkSplit) -> int:
 def _weight_gradients_s(machine: Machine, unit: Unit, split: WorkSplit) -> float:
     """Seconds of the products for the gradients of a unit's column-parallel weights."""
     rows, precision = split.micro / split.cp, split.precision
-    column_parallel = [op for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "column" and op.weight and not op.experts]
+    column_parallel = [
+        op for op in unit.ops if op.kind == "matmul" and op.tp_sharding == "column" and op.weight and not op.experts
+    ]
     return sum(machine.matmul_s(float(op.k), op.m * rows, op.n / split.tp, precision) for op in column_parallel)
 
 

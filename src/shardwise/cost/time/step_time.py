@@ -10,8 +10,8 @@ class StepTime(BaseModel):
 
     The parts add up to ``step_s``; ``exposed_*`` is communication that no computation hides. ``low_s`` and ``high_s``
     bound the middle 80 % of the likely range, according to the model's error on published measurements. ``mfu`` is None
-    where the device's peak is unknown; it counts 6 FLOPs per parameter that a token uses, and token, plus the full attention square (the
-    PaLM convention), recompute not counted.
+    where the device's peak is unknown; it counts 6 FLOPs per token and parameter that it uses plus the full attention
+    square (the PaLM convention), recompute not counted.
     """
 
     model_config = ConfigDict(frozen=True)
