@@ -188,7 +188,8 @@ def _run(
     optimizer = build_optimizer(model.parameters(), task.config.optimizer, model)
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)
-    parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
+    cut = plan.dims.splits_model or plan.dims.ep > 1
+    parts = parts_of(decide(model, spec, plan, sample), spec, plan) if cut else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
     effects, fit, recorder = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
     session.observers += [recorder, _Quiet(effects), _Quiet(fit)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.cost.memory.expert_shards import held_shape
 from shardwise.measure.collectives import Axes
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.dims import ParallelDims
@@ -28,19 +29,15 @@ def expert_names(session: Session) -> frozenset[str]:
 
 def expert_shape(session: Session, parameter: ParameterSpec, place: int | None = None) -> tuple[int, ...]:
     """Return the shape of stacked experts on a rank at rest, the dim that FSDP2 shards first."""
-    shape, shards = _local(parameter, session.plan.dims), session.plan.dims.expert_shards
-    place = session.ranks.rank // session.plan.dims.ep % shards if place is None else place
-    each = math.ceil(shape[0] / shards)
-    return (max(0, min(each, shape[0] - place * each)), *shape[1:])
+    dims = session.plan.dims
+    place = session.ranks.rank // dims.ep % dims.expert_shards if place is None else place
+    return held_shape(parameter.shape, dims, place)
 
 
 def _local(parameter: ParameterSpec, dims: ParallelDims) -> tuple[int, ...]:
-    """Return the shape on the ranks with the same experts, the dim that FSDP2 shards first."""
-    shape = [parameter.shape[0] // dims.ep, *parameter.shape[1:]]
-    if dims.expert_shards <= shape[0]:
-        return tuple(shape)
-    dim = next((at for at in range(1, len(shape)) if shape[at] % dims.expert_shards == 0), 0)
-    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
+    """Return the shape on all ranks with the same experts together, the dim that FSDP2 shards first."""
+    first, *rest = held_shape(parameter.shape, dims)
+    return (parameter.num_elements // dims.ep // math.prod(rest) if first else 0, *rest)
 
 
 def expert_units(session: Session, spec: ModelSpec) -> list[Unit]:
