@@ -81,7 +81,7 @@ def moved(strategy: str) -> list[torch.Tensor]:
     """The biases of the routers on this rank after two steps of DeepSeek's update."""
     quiet()
     session = start(strategy, receipts=False)
-    session.routing.terms = RouterTerms(bias_rate=0.5)
+    session.routing.terms = RouterTerms(bias_rate=0.01)
     model = mixture("deepseek_v3", dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(8)]):
@@ -111,7 +111,7 @@ def by_hand() -> list[torch.Tensor]:
                 model(inputs["input_ids"])
         for at, router in enumerate(found):
             load = torch.bincount(torch.cat(seen[at :: len(found)]).flatten(), minlength=router.num_experts).float()
-            router.e_score_correction_bias += 0.5 * (load.mean() - load).sign()
+            router.e_score_correction_bias += 0.01 * (load.mean() - load).sign()
     return [router.e_score_correction_bias for router in found]
 
 
