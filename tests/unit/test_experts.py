@@ -175,6 +175,19 @@ def test_all_wrong_sizes_are_told_at_once(family, keys, says):
     assert all(part in str(raised.value) for part in says)
 
 
+def test_what_a_configuration_states_and_nobody_builds_is_told():
+    keys = SMALL | OWN | {"model_type": "deepseek_v3", "n_routed_experts": 16}
+    plain = architecture_from_config(keys)
+    more = architecture_from_config(keys | {"num_nextn_predict_layers": 2, "moe_layer_freq": 2})
+    assert plain is not None and more is not None
+    assert parameter_count(plain) == parameter_count(more)
+    told = profile_of(more, 64).unknown
+    assert [words for words in ("multi-token prediction", "moe_layer_freq 2") if any(words in one for one in told)] == [
+        "multi-token prediction",
+        "moe_layer_freq 2",
+    ]
+
+
 def plan_for(strategy: str, world: int, **own) -> Plan:
     dims = dims_for(parse_strategy(strategy), world, devices_per_node=8)
     facts = {"micro_batch": 1, "grad_accum": 4, "seq_len": 4096, "precision": "bf16", "device": "cuda"}

@@ -206,6 +206,7 @@ _WINDOWED = {
 }
 _WINDOWED_IF_USED = {"qwen2", "qwen3", "qwen2_moe", "qwen3_moe"}
 Get = Callable[[str], object]
+SAME_MODULE = {"kimi_k2": "deepseek_v3"}  # names that a folder gives to another family's module
 
 
 def _llama(get: Get) -> dict[str, object]:
@@ -356,6 +357,7 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
         ModelError: sizes that are not positive integers, or are inconsistent; lists all of them.
     """
     family = str(config.get("model_type", ""))
+    family = SAME_MODULE.get(family, family)
     text = config.get("text_config")
     if family in ("gemma3", "llama4") and isinstance(text, Mapping):
         note = f"{source}; text part only" if source else "text part only"

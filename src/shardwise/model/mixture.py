@@ -6,7 +6,7 @@ buffers) changes no shape and is not read. Layers for multi-token prediction are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -186,6 +186,7 @@ def mixture_facts(
         facts["latent"] = _latent(_LATENT | dict(config), problems, name)
     if problems:
         raise ModelError(*problems)
+    facts["notes"] = tuple(_ignored(config))
     facts["mixture"] = Mixture(
         experts=experts,
         per_token=per_token,
@@ -197,6 +198,18 @@ def mixture_facts(
         sparse=sparse,
     )
     return facts
+
+
+def _ignored(config: Mapping[str, object]) -> Iterator[str]:
+    """Say what a configuration states and transformers' module does not build."""
+    extra = next(
+        (n for key in ("num_nextn_predict_layers", "num_mtp_layers") if isinstance(n := config.get(key), int)), 0
+    )
+    if extra:
+        yield f"{extra} layers of multi-token prediction are left out, as transformers leaves them out"
+    every = config.get("moe_layer_freq")
+    if isinstance(every, int) and every != 1:
+        yield f"moe_layer_freq {every} has no effect in transformers, and has none here"
 
 
 def _sparse(pattern: Pattern, layers: int, found: Mapping[str, object], number: Callable[..., int]) -> tuple[bool, ...]:

@@ -18,7 +18,7 @@ from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
 from shardwise.cost.memory.expert_shards import held_shape
 from shardwise.cost.memory.framework_overhead import context_bytes
-from shardwise.cost.memory.local_shapes import Framework, ShardLayout, layout_of
+from shardwise.cost.memory.local_shapes import Framework, ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
@@ -234,12 +234,7 @@ def estimate(
     """
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
-    layout = replace(
-        layout_of(plan, framework),
-        flat=flat,
-        capacity_factor=workload.capacity_factor,
-        balanced=workload.balanced_experts,
-    )
+    layout = replace(with_routing(layout_of(plan, framework), workload), flat=flat)
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     fused_loss = workload.fused_loss if fused_loss is None else fused_loss

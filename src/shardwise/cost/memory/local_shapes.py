@@ -199,6 +199,13 @@ def layout_of(plan: Plan, framework: Framework | None = None) -> ShardLayout:
     )
 
 
+def with_routing(layout: ShardLayout, workload: Workload) -> ShardLayout:
+    """Return the layout with how the workload's router loads experts."""
+    if workload.capacity_factor is None and not workload.balanced_experts:
+        return layout
+    return replace(layout, capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts)
+
+
 @lru_cache(maxsize=4096)
 def _strategy(text: str) -> Strategy:
     return parse_strategy(text)

@@ -6,7 +6,7 @@ computed once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
@@ -24,6 +24,7 @@ from shardwise.cost.memory.local_shapes import (
     optimizer_mean_bytes,
     stage_pieces,
     unit_weights,
+    with_routing,
 )
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.parallel_options import OPTION_SPECS
@@ -100,9 +101,7 @@ def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> i
 @lru_cache(maxsize=16384)
 def _lines(key: _Key) -> tuple[BytesLine, ...]:
     plan, workload = key.plan, key.workload
-    layout = layout_of(plan)
-    if workload.capacity_factor is not None or workload.balanced_experts:
-        layout = replace(layout, capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts)
+    layout = with_routing(layout_of(plan), workload)
     lines: list[BytesLine] = []
     for stage in heavy_stages(key.profile, layout):
         in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)

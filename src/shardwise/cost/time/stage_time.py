@@ -90,10 +90,9 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         tp += count * (tp_forward + tp_backward)
         cp += count * (time.cp_forward_s + cp_backward)
         compute_ahead, tp_ahead = compute_ahead + count * forward, tp_ahead + count * tp_forward
-        cp_ahead += count * time.cp_forward_s
         ep_backward = time.ep_backward_s + time.ep_recompute_s
         ep += count * (time.ep_forward_s + ep_backward)
-        ep_ahead += count * time.ep_forward_s
+        cp_ahead, ep_ahead = cp_ahead + count * time.cp_forward_s, ep_ahead + count * time.ep_forward_s
         host_forward += count * time.host_forward_s
         host_backward += count * time.host_backward_s
         gather = wire.gather_s if sharded and block else 0.0
