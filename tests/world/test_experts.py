@@ -78,13 +78,13 @@ def test_the_gradient_is_that_of_one_process(world: int) -> None:
 
 
 def moved(strategy: str) -> list[torch.Tensor]:
-    """The biases of the routers on this rank after two steps of DeepSeek's update."""
+    """The biases of the routers on this rank after three steps of DeepSeek's update."""
     quiet()
     session = start(strategy, receipts=False)
     session.routing.terms = RouterTerms(bias_rate=0.01)
     model = mixture("deepseek_v3", dtype=torch.float32)
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(8)]):
+    for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(12)]):
         step.run(model, token_loss_sum)
         step.update(optimizer)
     found = [router.e_score_correction_bias.clone() for router in routers(session.module)]
@@ -97,14 +97,14 @@ def several() -> list[Any]:
 
 
 def by_hand() -> list[torch.Tensor]:
-    """The same by one process and a formula: eight micro batches, four a step."""
+    """The same by one process and a formula: twelve micro batches, four a step."""
     model = mixture("deepseek_v3", dtype=torch.float32)
     found = routers(model)
     seen: list[torch.Tensor] = []
     for router in found:
         router.register_forward_hook(lambda _, __, out: seen.append(out[2]))
-    given = batches(8)
-    for begin in range(0, 8, 4):
+    given = batches(12)
+    for begin in range(0, 12, 4):
         seen.clear()
         with torch.no_grad():
             for inputs, _ in given[begin : begin + 4]:
