@@ -123,8 +123,8 @@ def runnable_strategy(text: str) -> Strategy:
         raise PlanError(
             f"strategy '{text}': {words} can be planned but is not run by this version; "
             f"use one of {', '.join(BASES)} with any of +tp2, +pp2, +cp2 (zero1 only +cp2), where sharded with "
-            "+ep2 and +offload, and +lora or +qlora without +tp, +pp and +ep; or deepspeed-zero1, 2 or 3 with +offload, 3 "
-            "with +nvme"
+            "+ep2 and +offload, and +lora or +qlora without +tp, +pp and +ep; or deepspeed-zero1, 2 or 3 with "
+            "+offload, 3 with +nvme"
         )
     return strategy
 
