@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.observation.saved_weights import check_saved as check_saved
     from shardwise.plan.dims import ParallelDims as ParallelDims
     from shardwise.plan.plan import Plan as Plan
+    from shardwise.plan.router_terms import RouterTerms as RouterTerms
     from shardwise.plan.workload import Workload as Workload
     from shardwise.receipts.receipt import Receipt as Receipt
     from shardwise.run.start import start as start
@@ -32,6 +33,7 @@ _HOMES = {
     "Estimate": "shardwise.cost.memory.estimate",
     "Measurement": "shardwise.measure.state",
     "ModelSpec": "shardwise.model.facts",
+    "RouterTerms": "shardwise.plan.router_terms",
     "Receipt": "shardwise.receipts.receipt",
     "Workload": "shardwise.plan.workload",
     "Session": "shardwise.train.session",

@@ -28,6 +28,7 @@ LOSS_COLOURS = {
     "data": "tab:olive",
     "exposed_tp": "tab:orange",
     "exposed_cp": "tab:brown",
+    "exposed_ep": "tab:gray",
 }
 SHOWN = 6
 """Losses of a size that have a separate colour."""

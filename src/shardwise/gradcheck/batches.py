@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from shardwise.gradcheck.compare import Gradients
+from shardwise.gradcheck.router_reference import RouterReference
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train.data.order import SampleOrder, rank_ids
@@ -93,7 +94,8 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
     tokens = int((labels != IGNORED).sum())
     model.zero_grad(set_to_none=True)
     size = 1 if one_by_one else len(labels)
-    total = 0.0
+    total, routers = 0.0, RouterReference(model)
+    waiting: list[torch.Tensor] = []
     for begin in range(0, len(labels), size):
         here = slice(begin, begin + size)
         outputs, targets = call(model, _pytree.tree_map(lambda part, here=here: part[here], inputs)), labels[here]
@@ -101,8 +103,15 @@ def reference(model: nn.Module, batches: Mapping[Key, Batch], *, one_by_one: boo
         # PyTorch's own loss: an error in Shardwise's must not be on both sides of the comparison
         loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = loss / max(tokens, 1)
-        loss.backward()
         total += float(loss.detach())
+        if routers.terms.has_loss:  # one backward: models round gradients to fp32 where they compute in it
+            waiting.append(loss)
+        else:
+            loss.backward()
+    routers.stop()
+    if routers.terms.has_loss:
+        micros = [micro for (_, micro), batch in batches.items() for _ in range(len(batch[1]))]
+        torch.stack([*waiting, routers.loss(micros)]).sum().backward()
     gradients = taken(model)
     squares = [float((g * g).sum()) for g in gradients.values() if g is not None]
     return Reference(gradients, sum(squares) ** 0.5, total, tokens)

@@ -21,6 +21,7 @@ from shardwise.gradcheck.batches import STEPS, Batch, Data, global_batch
 from shardwise.gradcheck.compare import GradientVerdict
 from shardwise.gradcheck.judge import CLIPPED, Judge, Judged
 from shardwise.gradcheck.reference import References, refuse_own_collectives
+from shardwise.gradcheck.router_reference import set_terms, terms_of
 from shardwise.gradcheck.shrink import Shrunk, build_small
 from shardwise.gradcheck.views import GradientRecorder
 from shardwise.model.read import read_model
@@ -36,6 +37,7 @@ from shardwise.train.data.samples import order_for, samples_for
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.model import model_factory
 from shardwise.train.optimizer import build_optimizer, workload_of
+from shardwise.train.routing import router_terms
 from shardwise.train.session import Session
 
 SEED = 20_011
@@ -93,7 +95,9 @@ class VerifyTask(BaseModel):
 
     def model(self, seed: int = SEED) -> nn.Module:
         """Build the small model, in float64."""
-        return build_small(self.factory, self.shrunk.recipe, seed)
+        small = build_small(self.factory, self.shrunk.recipe, seed)
+        set_terms(small, router_terms(small, self.config.train.router)[0])
+        return small
 
     @cached_property
     def data(self) -> Data:
@@ -184,10 +188,12 @@ def _run(
     optimizer = build_optimizer(model.parameters(), task.config.optimizer, model)
     sample = torch.zeros(plan.micro_batch or 1, task.seq_len, dtype=torch.int64)
     spec = read_model(model)
-    parts = parts_of(decide(model, spec, plan, sample), spec, plan) if plan.dims.splits_model else None
+    cut = plan.dims.splits_model or plan.dims.ep > 1
+    parts = parts_of(decide(model, spec, plan, sample), spec, plan) if cut else None
     estimate = estimate_memory(spec, plan, workload_of(optimizer, parameter_names(model), device="cpu"), parts)
     effects, fit, recorder = EffectsRecorder(strict=False), FitRecorder(estimate), GradientRecorder()
     session.observers += [recorder, _Quiet(effects), _Quiet(fit)]
+    session.routing.terms = terms_of(model)
     outer, optimizer = session.prepare(model, optimizer, sample)
     judge = Judge(task.model, session, references, heads=task.shrunk.heads)
     misplaced = judge.weights()

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import ModelError
 from shardwise.gradcheck.shrink_config import ShrinkLimits, smaller
+from shardwise.model.expert_layers import compute_experts_one_by_one, dense_experts
 from shardwise.model.read import read_model
 from shardwise.parallel.materialize import build
 
@@ -187,6 +188,7 @@ def _construct(factory: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
         module = factory()
         for container, names in recipe.keep.items():
             _keep_only(module, container, names)
+        compute_experts_one_by_one(module)
         return module
     model_class, config_class = (_imported(path) for path in recipe.classes)
     configuration = config_class.from_dict(recipe.configuration)
@@ -194,6 +196,7 @@ def _construct(factory: Callable[[], nn.Module], recipe: Recipe) -> nn.Module:
     if recipe.attention is not None:
         configuration._attn_implementation = recipe.attention
     made: nn.Module = model_class._from_config(configuration, dtype=torch.float32)
+    compute_experts_one_by_one(made)
     return made
 
 
@@ -376,7 +379,7 @@ def _fake_run(recipe: Recipe, factory: Callable[[], nn.Module], seq_len: int) ->
     Unused ones got no gradient.
     """
     module = build(lambda: _construct(factory, recipe), 0, real=False)
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), dense_experts(module):
         warnings.simplefilter("ignore")
         try:
             weights = {

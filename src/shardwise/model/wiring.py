@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.model.expert_layers import dense_experts
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, in_layer
 
@@ -117,7 +118,7 @@ def _look(
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), fake:
             warnings.simplefilter("ignore")
-            with _faked(module, mode, dtype), _hooked(module, mode):
+            with _faked(module, mode, dtype), _hooked(module, mode), dense_experts(module):
                 args, kwargs = _arguments(sample, length, dtype)
                 with torch.no_grad(), mode:
                     module(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Apply a plan to a live module: every step, in order, on this page.
 
 check → adapters → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel → loss chunks →
-activation checkpointing → compile → precision → weights → FSDP2 or DDP → optimizer.
+activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -32,6 +32,7 @@ from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, sha
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
+from shardwise.parallel.experts.expert_parallel import ExpertMeshes, check_experts, expert_meshes, spread_experts
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
@@ -62,6 +63,7 @@ class Applied:
     warnings: tuple[str, ...] = ()
     decision: Decision | None = None
     engine: Engine | None = None
+    experts: ExpertMeshes | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
@@ -85,9 +87,11 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     spec = spec if adapters is None else quantized_spec(spec, adapters.packed)
     check_model(spec, plan)
     refuse_renorm(module, plan)
+    check_experts(module, plan)
     decision = decide(module, spec, plan, sample)
     plan = with_stages(plan, decision.wiring)
     meshes = build_mesh(plan, dist.get_world_size())
+    experts = None if meshes is None else expert_meshes(plan, meshes.tp)
     module, notes = apply_batch_norm(module, spec, plan)
     if plan.recompute != "none" or plan.dims.splits_model:
         notes += stop_caching(module)
@@ -116,10 +120,10 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     # Give it weights, and put data parallel around it
     if parameters is not None and meshes is not None:
         notes += decision.layout.notes if decision.layout is not None else ()
-        outer = module = _place_stages(stages, blocks, spec, plan, meshes, parameters, decision)
+        outer = module = _place_stages(stages, blocks, spec, plan, meshes, parameters, decision, experts)
     elif meshes is not None and plan.parsed.shards_parameters:
         make_contiguous(module)
-        outer = apply_shard(module, [*blocks.values()], plan, meshes.data, device, fill)
+        outer = apply_shard(module, [*blocks.values()], plan, meshes.data, device, fill, experts)
     else:
         apply_autocast(module, plan)
         for block in () if adapters is None else blocks.values():
@@ -133,7 +137,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision)
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts)
 
 
 def is_unwrapped(module: object) -> bool:
@@ -149,6 +153,7 @@ def _place_stages(
     meshes: Meshes,
     parameters: SplitParameters,
     decision: Decision,
+    experts: ExpertMeshes | None,
 ) -> nn.Module:
     """Fill this rank's stages with parameters, shard them by unit, and return their container.
 
@@ -159,6 +164,8 @@ def _place_stages(
     wraps = plan.parsed.shards_parameters or meshes.data_ranks > 1
     for unit in (*spec.blocks, None):
         parameters.place(unit, stages, decision.layout, meshes)
+        if experts is not None and unit in blocks:
+            spread_experts(blocks[unit], plan, experts)
         if wraps and unit in blocks:
             shard_unit(blocks[unit], plan, meshes.data, is_root=False)
     for stage in stages.parts:

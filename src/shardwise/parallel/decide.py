@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.cost.memory.estimate_memory import ShardPlacement
 from shardwise.errors import ModelError, UserError
+from shardwise.model.expert_layers import expert_layers, without_router_outputs
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.model.wiring import Wiring, read_wiring
@@ -18,6 +19,7 @@ from shardwise.parallel.chunked_loss import OutputHead, find_head
 from shardwise.parallel.compile import check_compile, check_options
 from shardwise.parallel.context_parallel.attention import check_context
 from shardwise.parallel.context_parallel.inspect_attention import ContextLayout
+from shardwise.parallel.experts.expert_parallel import check_experts
 from shardwise.parallel.pipeline_parallel.schedule import check_pipeline, check_tied, stage_ranks
 from shardwise.parallel.tensor_parallel.parallelize import TensorLayout, tensor_layout
 from shardwise.plan.plan import Plan
@@ -32,6 +34,7 @@ class Decision:
     layout: TensorLayout | None
     context: ContextLayout | None = None
     head: OutputHead | None = None
+    experts: frozenset[str] = frozenset()
 
 
 def decide_split(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -> Decision:
@@ -61,6 +64,8 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
     attention: list[ContextLayout] = []
     heads: list[OutputHead] = []
     checks: list[Callable[[], object]] = [lambda: check_options(plan)]
+    if plan.dims.ep > 1:
+        checks.append(lambda: check_experts(module, plan))
     if plan.dims.pp > 1:
         checks.append(lambda: check_pipeline(plan, len(spec.blocks)))
     if plan.dims.cp > 1:
@@ -71,14 +76,16 @@ def decide(module: nn.Module, spec: ModelSpec, plan: Plan, sample: Any = None) -
         checks.append(lambda: heads.append(find_head(module, spec, plan, sample)))
     checks.append(lambda: decide_split(module, spec, plan, sample))
     found: object = None
-    for check in checks:
-        try:
-            found = check()
-        except UserError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
+    with without_router_outputs(module):
+        for check in checks:
+            try:
+                found = check()
+            except UserError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
     if problems or not isinstance(found, Decision):
         raise ModelError(*problems)
-    return replace(found, context=next(iter(attention), None), head=next(iter(heads), None))
+    spread = (name for layer in expert_layers(module) for name in layer.parameters) if plan.dims.ep > 1 else ()
+    return replace(found, context=next(iter(attention), None), head=next(iter(heads), None), experts=frozenset(spread))
 
 
 def check_model(spec: ModelSpec, plan: Plan) -> None:
@@ -142,7 +149,7 @@ def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> ShardPlacement:
     """Return how parameters are placed, for estimates of a rank's memory."""
     wiring, shard_dim = decision.wiring, decision.layout.shard_dim if decision.layout is not None else {}
     if wiring is None:
-        return ShardPlacement(shard_dim)
+        return ShardPlacement(shard_dim, experts=decision.experts)
     ranks, counts = stage_ranks(plan), with_stages(plan, wiring).stage_blocks or ()
     stage_of = {block: stage for stage, block in zip(_stage_numbers(counts), spec.blocks, strict=True)}
     names: list[set[str]] = [set() for _ in range(plan.dims.pp)]
@@ -153,7 +160,7 @@ def parts_of(decision: Decision, spec: ModelSpec, plan: Plan) -> ShardPlacement:
         stages |= {len(ranks) - 1} if every & wiring.after else set()
         for stage in stages or {len(ranks) - 1}:
             names[ranks[stage]].add(parameter.name)
-    return ShardPlacement(shard_dim, tuple(frozenset(stage_names) for stage_names in names))
+    return ShardPlacement(shard_dim, tuple(frozenset(stage_names) for stage_names in names), decision.experts)
 
 
 def _stage_numbers(counts: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
 
+from shardwise.model.expert_layers import dense_experts
 from shardwise.model.read import in_layer
 
 _LENGTH = 16  # used if the sample length is unknown
@@ -39,6 +40,7 @@ def run_forward(
                 state[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        stack.enter_context(dense_experts(module))
         for context in contexts:
             stack.enter_context(context)
         try:

@@ -310,7 +310,7 @@ def engine_problems(plan: Plan) -> list[str]:
         wrong.append(f"{strategy} with compile can be planned but is not run by this version; take compile out")
     if plan.prefetch > 1:
         wrong.append(f"{strategy} gathers ahead by elements, not by blocks; take 'prefetch' out")
-    if plan.gradient_sync == "every":
+    if plan.gradient_sync == "every" and plan.program == TYPE_DEFAULTS["program"]:  # else it is a trait of that program
         wrong.append(f"{strategy} reduces gradients as its ZeRO stage does: {_NO_EFFECT}")
     if strategy.nvme and not plan.nvme_path:
         wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")

@@ -74,7 +74,8 @@ class Strategy(BaseModel):
     def not_runnable(self) -> tuple[str, ...]:
         """Words of this strategy that this version plans but does not run; empty if it runs."""
         words = [f"+{self.adapter} with {other}" for other in self._beside_adapters] if self.adapter != "none" else []
-        words += [f"+ep{self.ep}"] if self.ep > 1 else []
+        if self.ep > 1 and not self.shards_parameters:  # FSDP2 averages what the ranks with the same experts share
+            words.append(f"{self.base} with +ep{self.ep}")
         if self.engine == "deepspeed":
             words += [f"deepspeed with +{axis}{getattr(self, axis)}" for axis in DEGREES if getattr(self, axis) > 1]
         if self.base == "zero1":  # PyTorch's ZeroRedundancyOptimizer needs plain tensors that all its ranks have
@@ -84,7 +85,7 @@ class Strategy(BaseModel):
     @property
     def _beside_adapters(self) -> list[str]:
         """Return the words that this version does not run with adapters."""
-        words = [f"+{name}{getattr(self, name)}" for name in ("tp", "pp") if getattr(self, name) > 1]
+        words = [f"+{name}{getattr(self, name)}" for name in ("tp", "pp", "ep") if getattr(self, name) > 1]
         return [*words, "deepspeed"] if self.engine == "deepspeed" else words
 
     @property
@@ -122,7 +123,8 @@ def runnable_strategy(text: str) -> Strategy:
         raise PlanError(
             f"strategy '{text}': {words} can be planned but is not run by this version; "
             f"use one of {', '.join(BASES)} with any of +tp2, +pp2, +cp2 (zero1 only +cp2), where sharded with "
-            "+offload, and +lora or +qlora without +tp and +pp; or deepspeed-zero1, 2 or 3 with +offload, 3 with +nvme"
+            "+ep2 and +offload, and +lora or +qlora without +tp, +pp and +ep; or deepspeed-zero1, 2 or 3 with "
+            "+offload, 3 with +nvme"
         )
     return strategy
 

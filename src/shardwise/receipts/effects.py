@@ -8,6 +8,7 @@ that all of them continue or all of them stop.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -21,8 +22,10 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
+from shardwise.receipts.expected_experts import expert_names, expert_shape
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
+from shardwise.receipts.lines.expert_lines import ExpertLines
 from shardwise.receipts.lines.lora_lines import adapter_lines
 from shardwise.receipts.lines.optimizer_lines import state_lines, stepping_lines
 from shardwise.receipts.lines.option_lines import compute_line, option_lines
@@ -78,9 +81,13 @@ class EffectsRecorder:
         self._before: set[str] = set()
         self._gradients: SeenGradients | None = None
         self._scale = 0.0
+        self._experts: ExpertLines | None = None
 
     def on_prepared(self, session: Session) -> None:
-        """Do nothing."""
+        """Add the lines of layers of experts."""
+        if session.routing.layers and session.applied.engine is None:
+            self._experts = ExpertLines(session.routing)
+            self.more.append(self._experts)
 
     def on_step_start(self, session: Session, step: Step) -> None:
         """Start recording in the observed step; if fp16's scaler skips it, observe the next one."""
@@ -100,6 +107,8 @@ class EffectsRecorder:
         """Record an engine's gradients, which are gone at the end of the step."""
         if self._watch is not None and session.applied.engine is not None:
             self._gradients = SeenGradients.of(session.applied.engine)
+        if self._watch is not None and self._experts is not None:
+            self._experts.gradients(session)
 
     def on_step_end(self, session: Session, step: Step) -> None:
         """Stop recording, compare, and report."""
@@ -222,9 +231,11 @@ def _computed(plan: Plan, spec: ModelSpec, found: Collection[str]) -> set[str]:
 
 def _share_lines(session: Session) -> Iterator[Line]:
     plan, spec, module = session.plan, used_spec(session), session.module
-    rank, tp_rank = shard_rank(session), session.place.tp
+    rank, tp_rank, spread = shard_rank(session), session.place.tp, expert_names(session)
     local = {
-        p.name: local_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
+        p.name: math.prod(expert_shape(session, p))
+        if p.name in spread
+        else local_elements(p, plan, rank, shard_dim=shard_dim_of(session, p.name), tp_rank=tp_rank)
         for p in spec.parameters
     }
     trained = [p for p in spec.parameters if p.trainable]

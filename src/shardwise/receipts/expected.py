@@ -25,6 +25,14 @@ class Traffic:
     calls: Range | None
     num_bytes: Range | None
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Add the ends of both, where both are known."""
+        return Traffic(_sum(self.calls, other.calls), _sum(self.num_bytes, other.num_bytes))
+
+
+def _sum(one: Range | None, other: Range | None) -> Range | None:
+    return None if one is None or other is None else (one[0] + other[0], one[1] + other[1])
+
 
 @dataclass(frozen=True)
 class UnitCalls:

@@ -12,7 +12,9 @@ from shardwise.model.read import clean_name
 from shardwise.parallel.tensor_parallel.tensor_layout import ParameterView, TensorLayout, chunk
 from shardwise.plan.plan import Plan
 from shardwise.receipts.expected import Traffic, expected_traffic, units_of
+from shardwise.receipts.expected_experts import dispatched, expert_data, expert_names
 from shardwise.receipts.expected_part import (
+    axis_of,
     is_gloo,
     keeps_gathered,
     planned_stages,
@@ -66,6 +68,9 @@ def model_parallel_traffic(
         _context(tally, facts, decision.context.sites, recorder)
     if plan.dims.pp > 1:
         _pipeline(tally, facts)
+    if (axes := axis_of(session)) is not None:
+        for name, axis, calls, num_bytes in dispatched(session, facts, recorder.received, axes):
+            tally.add(name, axis, calls, num_bytes)
     return {**tally.traffic(bytes_known=facts.known), **_data(facts)}
 
 
@@ -83,6 +88,7 @@ class _Facts:
         self.known = known is not None and self.width > 0
         self.micros = known or [(0, 0)] * number
         self.tokens = sum(samples * length for samples, length in self.micros)
+        self.spread = expert_names(session)
         self.names = {clean_name(n) for n, _ in session.module.named_parameters(remove_duplicate=False)}
         own = max(p.itemsize for p in session.spec.parameters)
         self.sizes = (own if self.plan.precision == "fp32" else NARROW, own)
@@ -206,7 +212,8 @@ def _partial(tally: Tally, facts: _Facts, layout: TensorLayout) -> None:
     for name, shard in layout.modules.items():
         for key, local in shard.local.items():
             full = f"{name}.{key}"
-            if local.partial and full in facts.names and full in specs and specs[full].trainable:
+            here = full in facts.names and full not in facts.spread and full in specs
+            if local.partial and here and specs[full].trainable:
                 partial[specs[full].name] = specs[full]
     if not partial:
         return
@@ -295,11 +302,18 @@ def _shared(tally: Tally, facts: _Facts, *, first: bool, last: bool) -> None:
 def _data(facts: _Facts) -> dict[str, Traffic]:
     """Return data-parallel traffic of this rank's own part of the model."""
     plan, session = facts.plan, facts.session
-    local = facts.spec.model_copy(update={"parameters": tuple(local_parameters(session, facts.spec))})
+    dense = tuple(p for p in local_parameters(session, facts.spec) if p.name not in facts.spread)
+    local = facts.spec.model_copy(update={"parameters": dense})
     units = [unit for unit in units_of(local) if unit[0].block is not None] + root_units(session, local)
     calls = facts.forwards.of_units(facts.spec.blocks)
     found = expected_traffic(local, plan, facts.batches, units, once=keeps_gathered(plan), calls=calls)
-    return {f"{name} over {data_axis(plan, name)}": traffic for name, traffic in found.items()}
+    named = {f"{name} over {data_axis(plan, name)}": traffic for name, traffic in found.items()}
+    axis = axis_of(session)
+    if facts.spread and axis is not None:
+        more = expert_data(session, facts.spec, facts.batches, calls, axis, once=keeps_gathered(plan))
+        for name, traffic in more:
+            named[name] = named[name] + traffic if name in named else traffic
+    return named
 
 
 def data_axis(plan: Plan, name: str) -> str:

@@ -18,6 +18,7 @@ from shardwise.model.read import STAGE, clean_name
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import padded_count
 from shardwise.plan.plan import Plan
+from shardwise.receipts.expected_experts import add_expert_groups
 from shardwise.train.session import Session
 from shardwise.train.step import Micro, Step
 
@@ -161,6 +162,11 @@ def _never_reduced(module: nn.Module) -> Iterator[str]:
                 yield clean_name(str(local._param_fqn))
 
 
+def names_axes(plan: Plan) -> bool:
+    """Return whether a plan has collectives over other axes than data-parallel ones."""
+    return plan.dims.splits_model or plan.dims.ep > 1
+
+
 def axis_of(session: Session) -> Axes | None:
     """Return a function from a collective and its ranks to its axis; ``None`` for plain plans.
 
@@ -168,7 +174,7 @@ def axis_of(session: Session) -> Axes | None:
     all-to-all.
     """
     plan, meshes = session.plan, session.applied.meshes
-    if not plan.dims.splits_model or meshes is None:
+    if not names_axes(plan) or meshes is None:
         return None
     cp = " × cp" if plan.dims.cp > 1 else ""
     groups: dict[tuple[int, ...], str] = {}
@@ -185,9 +191,12 @@ def axis_of(session: Session) -> Axes | None:
         if mesh is not None:
             groups[_ranks(mesh.get_group())] = kind
     exchanging = None if meshes.cp is None else _ranks(meshes.cp.get_group())
+    dispatching = add_expert_groups(session, groups)
 
     def axis(name: str, ranks: tuple[int, ...]) -> str:
-        return "cp" if name == "all_to_all" and ranks == exchanging else groups.get(ranks, OTHER)
+        if name == "all_to_all" and ranks in (exchanging, dispatching) and groups.get(ranks) != "tp":
+            return "cp" if ranks == exchanging else "ep"
+        return groups.get(ranks, OTHER)
 
     return axis
 

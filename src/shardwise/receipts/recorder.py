@@ -14,6 +14,7 @@ from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.model.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.parallel.compile import compiled_of
 from shardwise.parallel.context_parallel.attention import exchanged_calls, first_sequence
+from shardwise.parallel.experts.expert_parallel import received_rows
 from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.lines.forward_lines import ForwardCounts
@@ -56,12 +57,18 @@ class StepRecorder:
         self.compiled = compiled_of(session.module)
         self._compiled_before = (0, 0) if self.compiled is None else (self.compiled.calls, self.compiled.runs)
         self._module, self._exchanged_before = session.module, exchanged_calls(session.module)
+        self._received_before = received_rows(session.module)
         self.recorder.__enter__()
 
     @property
     def exchanged(self) -> int:
         """Number of attention calls on exchanged heads in this step, including recomputed ones."""
         return exchanged_calls(self._module) - self._exchanged_before
+
+    @property
+    def received(self) -> int:
+        """Rows that this rank's experts got from all ranks in this step."""
+        return received_rows(self._module) - self._received_before
 
     @property
     def block_calls(self) -> int:

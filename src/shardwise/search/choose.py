@@ -107,7 +107,8 @@ def choose(
     def candidate(name: str, reason: str) -> Choice:
         dims = _dims(name, cluster, dp_replicate, dp_shard)
         plan = draft.model_copy(update={"strategy": str(parse_strategy(name)), "dims": dims, "reason": reason})
-        parts = check_sharding(plan) if check_sharding is not None and plan.dims.splits_model else None
+        cut = plan.dims.splits_model or plan.dims.ep > 1
+        parts = check_sharding(plan) if check_sharding is not None and cut else None
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
 
     if strategy != "auto":
@@ -196,7 +197,7 @@ def _allowed(
     while chosen is not None:
         best = ranked[chosen]
         strategy = best.plan.parsed
-        if check_sharding is None or not strategy.splits_model:
+        if check_sharding is None or not (strategy.splits_model or strategy.ep > 1):
             return best, None, refused
         try:
             return best, check_sharding(best.plan), refused

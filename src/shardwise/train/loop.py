@@ -198,6 +198,7 @@ class TrainingRun:
         optimizer = build_optimizer(model.parameters(), config.optimizer, model)
         alpha = config.train.neftune_alpha
         embedding = embedding_name(model) if alpha else ""
+        self.session.routing.terms = config.train.router
         model, _ = self.session.prepare(model, optimizer, sample, base)
         if alpha:
             self.noise = EmbeddingNoise.on(alpha, embedding, self.session.module, self.plan.dims.cp)

@@ -50,7 +50,9 @@ from shardwise.train.epochs import count_steps, pass_ended, unfinished_epochs
 from shardwise.train.group_samples import copy_rng_state, group_marks, keep_together
 from shardwise.train.hooks import ParameterHooks
 from shardwise.train.loss import count_labels
+from shardwise.train.routing import Routing
 from shardwise.train.schedule_length import ScheduleRecorder
+from shardwise.train.session_interface import StepHeader, Timekeeper
 from shardwise.train.session_state import load_session, save_session
 from shardwise.train.step import Micro, Step
 from shardwise.train.structure import StructureRecorder
@@ -77,33 +79,6 @@ class Observer(Protocol):
         """Called if the loop left a step unfinished; its gradients are discarded."""
 
 
-class StepHeader(Protocol):
-    """Integers sent with the message at the start of every step."""
-
-    @property
-    def size(self) -> int:
-        """Number of integers."""
-
-    def post(self) -> list[int]:
-        """Return this rank's integers."""
-
-    def deliver(self, rows: list[list[int]]) -> None:
-        """Receive the integers of all ranks, in rank order."""
-
-
-class Timekeeper(Protocol):
-    """Recorder of the time that steps take."""
-
-    def timing(self) -> Any:
-        """`shardwise.measure.step_time.timing.Timing` so far.
-
-        ``None`` before the second step, and off rank 0.
-        """
-
-    def detach(self) -> None:
-        """Stop timing; recorded times stay."""
-
-
 # Writes the report of a session, and returns its path on rank 0.
 Reporter = Callable[["Session"], Path | None]
 
@@ -117,6 +92,8 @@ class Session:
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
+    ``routing`` is what the routers of a mixture of experts choose; ``routing.terms``, their losses, are set before
+    `prepare`.
     """
 
     ranks: Ranks
@@ -137,6 +114,7 @@ class Session:
     at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
     nonfinite_file: Path | None = None
+    routing: Routing = field(default_factory=Routing)
     _agreement: Agreement | None = None
     _stream: Stream | None = None
     _windows: PassWindows | None = None
@@ -260,6 +238,7 @@ class Session:
                 f"start(..., device='{self._plan.device}'), or a plan whose device is '{self.device.type}'"
             )
         hooks = ParameterHooks(model, self._plan)
+        routed = self.routing.adopt(model, self._plan)
         if self._plan.parsed.engine == "deepspeed":
             from shardwise.parallel.engines.deepspeed_engine import apply_deepspeed
 
@@ -279,7 +258,7 @@ class Session:
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
         if self.ranks.is_main:
-            for note in self._applied.warnings:
+            for note in (*routed, *self._applied.warnings):
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
         engine, outer, called = self._applied.engine, self._applied.outer, self._applied.outer
@@ -288,7 +267,7 @@ class Session:
             self._gathers, called = engine.gathers, self._applied.module
         if self._gathers or (isinstance(outer, Replicated) and outer.syncs_buffers):
             called.register_forward_pre_hook(self._meet, prepend=True)
-        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder()]  # before observers of gradients
+        self.observers[:0] = [hooks, StructureRecorder(), ScheduleRecorder(), self.routing]  # before those of gradients
         self.header.append(hooks)
         self.notify("on_prepared")
         return self._applied.outer, self._optimizer

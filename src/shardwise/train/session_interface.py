@@ -18,6 +18,33 @@ from shardwise.train.agreement import Agreement
 from shardwise.train.data.position import Stream
 
 
+class StepHeader(Protocol):
+    """Integers sent with the message at the start of every step."""
+
+    @property
+    def size(self) -> int:
+        """Number of integers."""
+
+    def post(self) -> list[int]:
+        """Return this rank's integers."""
+
+    def deliver(self, rows: list[list[int]]) -> None:
+        """Receive the integers of all ranks, in rank order."""
+
+
+class Timekeeper(Protocol):
+    """Recorder of the time that steps take."""
+
+    def timing(self) -> Any:
+        """`shardwise.measure.step_time.timing.Timing` so far.
+
+        ``None`` before the second step, and off rank 0.
+        """
+
+    def detach(self) -> None:
+        """Stop timing; recorded times stay."""
+
+
 class TrainingSession(Protocol):
     """Interface of `shardwise.train.session.Session`, which its parts cannot import."""
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from shardwise.plan.router_terms import RouterTerms
 from shardwise.plan.strategy import Strategy
 from shardwise.train.config_values import Fraction
 
@@ -21,6 +22,18 @@ class TrainingOptions(BaseModel):
         0.0, description="NEFTune: noise of up to this / sqrt(length × width) on embedded tokens, only in training"
     )
 
+    router_aux_loss: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.0,
+        description="weight of the routers' load-balancing loss over all ranks; 0 is the model's own where its config "
+        "has output_router_logits",
+    )
+    router_z_loss: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.0, description="weight of the mean squared logsumexp of the routers' logits (ST-MoE: 1e-3)"
+    )
+    router_bias_rate: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="step of the routers' bias against their load (DeepSeek-V3: 1e-3); for routers that have one"
+    )
+
     ema_decay: Fraction = Field(
         0.0, description="decay of a moving average of the weights, saved, and evaluated at the end; 0 is none"
     )
@@ -29,6 +42,11 @@ class TrainingOptions(BaseModel):
     def training_options(self) -> dict[str, float]:
         """The options by their keys, as a checkpoint keeps them."""
         return {key: getattr(self, key) for key in TrainingOptions.model_fields}
+
+    @property
+    def router(self) -> RouterTerms:
+        """The routers' own losses."""
+        return RouterTerms(self.router_aux_loss, self.router_z_loss, self.router_bias_rate)
 
     def strategy_problems(self, strategy: Strategy) -> list[str]:
         """Return why a strategy cannot train with these options, a line each."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
 from shardwise.cost.memory.estimate import CATEGORIES, Estimate
+from shardwise.cost.memory.expert_shards import held_shape
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
@@ -50,11 +51,12 @@ class ShardPlacement:
 
     ``shard_dim`` names the dim of each parameter that tensor parallel shards; others are replicated on its ranks.
     ``stages`` are the names of the parameters of each rank of a pipeline, any of a tied one's; empty without a
-    pipeline.
+    pipeline. ``experts`` are the stacked weights that are over the ranks of ``ep``.
     """
 
     shard_dim: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[frozenset[str], ...] = ()
+    experts: frozenset[str] = frozenset()
 
 
 def estimate_memory(spec: ModelSpec, plan: Plan, workload: Workload, parts: ShardPlacement | None = None) -> Estimate:
@@ -147,6 +149,8 @@ def _stage_state(
         return names is None or not names.isdisjoint((parameter.name, *parameter.aliases))
 
     def local_numel(parameter: ParameterSpec) -> int:
+        if parameter.name in parts.experts:
+            return math.prod(held_shape(parameter.shape, plan.dims)) * parameter.itemsize
         return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
 
     sizes = {p.name: local_numel(p) for p in spec.parameters if is_here(p)}
@@ -168,7 +172,10 @@ def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: Shar
     """Bytes of a parameter's state with dimensions; ``size`` bytes are on the fullest rank."""
     if (spec := workload.custom_state) is None:
         return size * (workload.optimizer_states or 0)
-    here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
+    if parameter.name in parts.experts:
+        here = held_shape(parameter.shape, plan.dims)
+    else:
+        here = local_shape(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
     shard = ParameterShard(parameter.shape, here, here, parameter.block is not None)
     return spec.state_bytes(shard, parameter.itemsize)
 

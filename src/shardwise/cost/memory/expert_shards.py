@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from shardwise.model.profile import Weight
+from shardwise.plan.dims import ParallelDims
 
 
 def expert_shape(weight: Weight, ep: int) -> tuple[int, ...]:
@@ -30,3 +31,16 @@ def rest_shape(weight: Weight, shape: tuple[int, ...], ranks: int) -> tuple[int,
         return shape
     dim = shard_dim(weight, shape, ranks)
     return (*shape[:dim], math.ceil(shape[dim] / ranks), *shape[dim + 1 :])
+
+
+def held_shape(shape: tuple[int, ...], dims: ParallelDims, place: int = 0) -> tuple[int, ...]:
+    """Shape of stacked experts at rest on the rank at ``place`` among those with the same ones.
+
+    The dim that FSDP shards is the first of the result.
+    """
+    shards, rows = dims.expert_shards, (shape[0] // dims.ep, *shape[1:])
+    dim = 0
+    if shards > rows[0]:
+        dim = next((at for at in range(1, len(rows)) if rows[at] % shards == 0), 0)
+    each = math.ceil(rows[dim] / shards)
+    return (max(0, min(each, rows[dim] - place * each)), *rows[:dim], *rows[dim + 1 :])

@@ -314,6 +314,7 @@ def groups_of(part: str, dims: ParallelDims) -> list[list[int]]:
             "exposed_dp": (place.pp, place.tp),
             "exposed_tp": (place.pp, place.dp, place.cp),
             "exposed_cp": (place.pp, place.dp, place.tp),
+            "exposed_ep": (rank // dims.ep,),
         }.get(part, ())
         found.setdefault(key, []).append(rank)
     return list(found.values())
@@ -345,6 +346,7 @@ def absent(plan: Plan) -> set[str]:
         "exposed_dp": dims.dp * dims.cp > 1,
         "exposed_tp": dims.tp > 1,
         "exposed_cp": dims.cp > 1,
+        "exposed_ep": dims.ep > 1,
         "pipeline": dims.pp > 1,
         "slowest_rank": dims.world_size > 1,
         "recompute": plan.recompute != "none",

@@ -17,6 +17,7 @@ PHASES = (
     "exposed_dp",
     "exposed_tp",
     "exposed_cp",
+    "exposed_ep",
     "pipeline",
     "clip",
     "optimizer",
@@ -39,6 +40,7 @@ NAMES = {
     "exposed_dp": "exposed communication, dp",
     "exposed_tp": "exposed communication, tp",
     "exposed_cp": "exposed communication, cp",
+    "exposed_ep": "exposed communication, ep",
     "pipeline": "pipeline: bubble, sends",
     "clip": "clipping",
     "optimizer": "optimizer",
@@ -49,7 +51,7 @@ NAMES = {
     "evaluation": "evaluation",
 }
 """Title of each part for people."""
-WAIT_PHASES = ("exposed_dp", "exposed_tp", "exposed_cp", "control")
+WAIT_PHASES = ("exposed_dp", "exposed_tp", "exposed_cp", "exposed_ep", "control")
 """Parts in which a rank waits for others; its wait beyond that of the last rank is ``slowest_rank``."""
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from shardwise.parallel.data_parallel.unit_order import keep_order
+from shardwise.parallel.experts.expert_parallel import ExpertMeshes, spread_experts
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.plan import Plan
@@ -22,6 +23,7 @@ def apply_shard(
     mesh: DeviceMesh,
     device: torch.device,
     fill: Fill | None = None,
+    experts: ExpertMeshes | None = None,
 ) -> nn.Module:
     """Shard ``module`` in place with FSDP2: each block is a unit, the rest is the root's unit.
 
@@ -33,6 +35,8 @@ def apply_shard(
     """
     for block in blocks:
         materialize_unit(block, device, fill)
+        if experts is not None:
+            spread_experts(block, plan, experts)
         shard_unit(block, plan, mesh, is_root=False)
     materialize_unit(module, device, fill)
     broadcast_buffers(module)

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
+from shardwise.parallel.experts.expert_parallel import experts_here
 
 
 @dataclass(eq=False)
@@ -80,10 +81,13 @@ class Pass:
 
 
 def units_of(root: nn.Module) -> list[FsdpUnit]:
-    """Return the units inside ``root`` that have parameters, in module order."""
+    """Return the units inside ``root`` that have parameters, in module order.
+
+    Experts over ranks are left out: every rank runs them, and they nest inside of a block's unit.
+    """
     found: list[FsdpUnit] = []
     for name, module in root.named_modules():
-        if isinstance(part := module, FSDPModule):
+        if isinstance(part := module, FSDPModule) and experts_here(module) is None:
             state = part._get_fsdp_state()
             group = state._fsdp_param_group
             if group is not None:

@@ -18,6 +18,7 @@ from shardwise.plan.optimizers import OptimizerSpec, ParameterShard
 from shardwise.plan.traffic import data_traffic
 from shardwise.plan.workload import Workload
 from shardwise.receipts.expected import Range, Traffic
+from shardwise.receipts.expected_experts import expert_names, expert_shape
 from shardwise.receipts.expected_part import axis_of, shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.receipt import Line
 from shardwise.train.session import Session
@@ -116,6 +117,8 @@ def _stepped(session: Session, spec: ModelSpec, workload: Workload) -> tuple[lis
 
 
 def _local_shape(session: Session, parameter: ParameterSpec, rank: int | None = None) -> tuple[int, ...]:
+    if parameter.name in expert_names(session):
+        return expert_shape(session, parameter, rank)
     return local_shape(
         parameter,
         session.plan,

@@ -16,6 +16,7 @@ from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.plan.plan import Plan
 from shardwise.receipts.expected import expected_block_calls, units_of
+from shardwise.receipts.expected_experts import expert_units
 from shardwise.receipts.expected_part import (
     group_of,
     holding_units,
@@ -46,7 +47,7 @@ def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> It
     cuts = plan.dims.tp * plan.dims.pp > 1
     if plan.parsed.shards_parameters or (cuts and plan.dims.dp * plan.dims.cp > 1):
         blocks = [unit for unit in units_of(spec) if unit[0].block is not None]
-        planned = len(blocks) + len(root_units(session, spec))
+        planned = len(blocks) + len(root_units(session, spec)) + len(expert_units(session, spec))
         yield _same("sharding units", str(planned), str(len(holding_units(module))))
     if spec.blocks:
         visible = plan.model_copy(update={"recompute": "none"}) if plan.compile else plan

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from shardwise.measure.collectives import OTHER, Collective
 from shardwise.receipts.expected import Traffic, expected_traffic
 from shardwise.receipts.expected_collectives import model_parallel_traffic
-from shardwise.receipts.expected_part import part_of, run_micros, used_spec
+from shardwise.receipts.expected_part import names_axes, part_of, run_micros, used_spec
 from shardwise.receipts.lines.optimizer_lines import with_optimizer_traffic
 from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepRecorder
@@ -16,13 +16,13 @@ from shardwise.train.session import Session
 from shardwise.train.step import Step
 from shardwise.units import bytes_text
 
-_OWN_AXES = ("tp", "cp", "pp")
+_OWN_AXES = ("tp", "cp", "pp", "ep")
 
 
 def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     """Yield a line per expected or observed collective, and per axis if the model is split."""
     stepped, reduced = used_spec(session), part_of(session)  # parameters without a gradient are reduced as zeros
-    if session.plan.dims.splits_model:
+    if names_axes(session.plan):
         sent = model_parallel_traffic(session, reduced, run_micros(session, step), recorder)
         found = _model_parallel_totals(session, recorder.recorder.collectives)
     else:

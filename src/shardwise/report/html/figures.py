@@ -40,7 +40,7 @@ _BARS = {"bargap": 0.3, "yaxis": {"autorange": "reversed", "showgrid": False, "t
 
 FAMILIES = {
     "computing": ("forward", "backward", "recompute", "clip", "optimizer"),
-    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "pipeline", "control"),
+    "exposed communication": ("exposed_dp", "exposed_tp", "exposed_cp", "exposed_ep", "pipeline", "control"),
     "waiting for slowest rank": ("slowest_rank",),
     "data": ("data", "transfer"),
     "the loop's own code": ("other",),

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router's own losses, and experts over ranks."""
