@@ -167,6 +167,9 @@ def test_a_family_without_a_closed_form_is_traced(tmp_path, family, own):
         ("deepseek_v3", {"kv_lora_rank": 0, "first_k_dense_replace": None}, ["kv_lora_rank is 0", "is None"]),
         ("deepseek_v2", {}, ["num_experts_per_tok is None, it must be a positive integer"]),
         ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step is 0, it must be a positive integer"]),
+        ("qwen3_moe", {"mlp_only_layers": "0,1"}, ["mlp_only_layers is '0,1', it must be a list of layer numbers"]),
+        ("qwen3_moe", {"mlp_only_layers": [[0]]}, ["mlp_only_layers is [[0]], it must be"]),
+        ("llama4_text", {"moe_layers": 3}, ["moe_layers is 3, it must be a list of layer numbers"]),
     ],
 )
 def test_all_wrong_sizes_are_told_at_once(family, keys, says):
