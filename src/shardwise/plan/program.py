@@ -26,8 +26,8 @@ from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 # with ring attention. In the latter two, embedding and head work on sharded sequences, too.
 Framework = Literal["shardwise", "megatron", "torchtitan"]
 AttentionKernel = Literal["flash", "cudnn", "unfused"]
-Axis = Literal["tp", "pp", "cp"]
-AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
+Axis = Literal["tp", "pp", "cp", "ep"]
+AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 OWN = "shardwise"
 
 
