@@ -439,7 +439,15 @@ def not_comparable() -> list[str]:
     return [next(line.found for line in report.lines if line.name == "gradient") for report in reports]
 
 
+def flat() -> str:
+    model = FSDP1(decoder().float(), use_orig_params=False, device_id=torch.device("cpu"))
+    with pytest.raises(shardwise.ShardwiseError) as caught:
+        shardwise.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss)
+    return str(caught.value)
+
+
 def ends() -> tuple[list[tuple[bool, int]], str, list[str]]:
+    assert "FSDP1 has use_orig_params = False" in flat()
     return [same_bits(fsdp=fsdp) for fsdp in (False, True)], raises(), not_comparable()
 
 
