@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import runpy
@@ -129,3 +130,21 @@ def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: li
         for words in (["check", "--isolated", "--no-cache"], ["format", "--isolated", "--check", "--no-cache"]):
             done = subprocess.run([*ruff[:3], *words, *ruff[3:], str(script)], capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_cannot_write_code_into_the_script(tmp_path: Path) -> None:
+    model, output = tmp_path / 'm"""\nraise SystemExit\n"""', tmp_path / 'a"""b.py'
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    config = configs.write_config(
+        tmp_path,
+        model={"config": str(model), "factory": None},
+        data={"path": "python:json"},
+        train={"global_batch": None},
+    )
+    plan = tmp_path / "plan.toml"
+    plan.write_text(Plan.model_validate({"micro_batch": 4}).to_toml())
+    shardwise("export", str(plan), "--to", "pytorch", "--config", str(config), "-o", str(output), "--lossy")
+    top = ast.parse(output.read_text()).body
+    assert isinstance(top[1], ast.Import)
+    assert str(model) in (ast.get_docstring(ast.parse(output.read_text())) or "")
