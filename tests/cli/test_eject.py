@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: li
     found = [ejected(tmp_path, case, ranks) for case in cases]
     for script, _ in found:
         run_world(run_script, ranks, str(script), *free_ports(2))
+    resumed = [script for (name, _, _), (script, _) in zip(cases, found, strict=True) if name in ("ddp2", "fsdp2")]
+    for script in resumed:  # as if killed after its checkpoint of step 30
+        shutil.rmtree(script.parent / "run-pytorch" / "step-00000050")
+        run_world(run_script, ranks, str(script), *free_ports(2))
+        rows = losses(script.parent / "run-pytorch")
+        assert rows[50:] == rows[30:50]
+        log = script.parent / "run-pytorch" / "metrics.jsonl"
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
     for (name, _, _), (script, wanted) in zip(cases, found, strict=True):
         assert losses(script.parent / "run-pytorch") == wanted, name
         assert len(wanted) >= (50 if name in ("ddp", "fsdp", "ddp2", "fsdp2") else 3), name
