@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def py(value: Any) -> str:
         return "{" + ", ".join(map(py, sorted(value))) + "}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{py(key)}: {py(one)}" for key, one in value.items()) + "}"
-    return repr(value)
+    return f'float("{value}")' if isinstance(value, float) and not isfinite(value) else repr(value)
 
 
 def quoted(text: str) -> str:
