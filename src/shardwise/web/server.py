@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -138,7 +139,17 @@ def _framed() -> str:
 
 
 class _Planner(StaticFiles):
-    """Static files of the site, under the policy of its pages."""
+    """Static files of the site, under the policy of its pages; none where it has not been built."""
+
+    async def check_config(self) -> None:
+        """Accept a folder that is not there yet."""
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        """Return the file of a path; nothing where no file can have that name."""
+        try:
+            return super().lookup_path(path)
+        except (ValueError, OSError):
+            return "", None
 
     def file_response(self, *args: object, **kwargs: object) -> Response:
         response = super().file_response(*args, **kwargs)  # type: ignore[arg-type]
