@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import psutil
 
 ROOT = Path(__file__).parents[1]
-FIVE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,15 @@ def chunks(body: bytes) -> Iterator[bytes]:
 
 
 @contextmanager
-def server(runs: Path, *words: str, user: int | None = None, cwd: Path = ROOT) -> Iterator[Server]:
-    """``shardwise ui`` on a free port until the end."""
+def server(runs: Path, *words: str, before: Sequence[str] = (), cwd: Path = ROOT) -> Iterator[Server]:
+    """``shardwise ui`` on a free port until the end; ``before`` is a command that starts it."""
     command = [sys.executable, "-m", "shardwise", "ui", "--runs", str(runs), "--port", "0", "--no-browser", "--json"]
     process = subprocess.Popen(
-        [*command, *words],
+        [*before, *command, *words],
         cwd=cwd,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        user=user,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     try:

@@ -25,6 +25,7 @@ HEADERS = {
 }
 ENTER = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Shardwise</title>'
+    '<link rel="icon" href="data:,">'
     '<meta http-equiv="refresh" content="0; url={path}"></head><body><a href="{path}">Continue</a></body></html>'
 )
 

@@ -77,6 +77,8 @@ def find_runs(root: Path) -> RunList:
         try:
             with os.scandir(folder) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             found.append(_entry(root, folder, problem=f"cannot be read: {error.strerror}"))
             continue

@@ -91,6 +91,8 @@ def make_app(ui: Ui, port: int) -> ASGIApp:
         found = ui.run(request)
         if found.problem:
             raise HTTPException(403)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         return EventStream(metrics_events(found.path / RunFile.METRICS, ui.stopping), ui.streams)
 
     def compare(request: Request) -> Response:
