@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +21,7 @@ import pytest
 from shardwise.web import live_metrics, run_list
 from shardwise.web.live_metrics import MOST_STREAMS, MetricsTail
 from shardwise.web.run_list import find_runs
-from tests.commands import shardwise
+from tests.commands import ROOT, shardwise
 from tests.reports import metrics, write_links, write_run
 from tests.uis import Answer, Server, parsed, server
 
@@ -379,3 +381,40 @@ def test_wrong_options_are_told_together(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     told = shardwise("ui", "--no-browser", exit_code=2).stderr
     assert told == "shardwise: shardwise ui needs uvicorn: pip install 'shardwise[ui]'\n"
+
+
+def test_the_sessions_of_the_page(tmp_path):
+    page = (ROOT / "docs" / "ui.md").read_text()
+    sessions = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", page)
+    assert len(sessions) == 2
+    for command, expected in sessions:
+        _, *words = command.split()
+        started = subprocess.Popen(
+            [sys.executable, "-m", "shardwise", *words, "--port", "0"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            assert started.stdout is not None
+            said = "".join(started.stdout.readline() for _ in expected.splitlines())
+            started.send_signal(signal.SIGINT)
+            rest, _ = started.communicate(timeout=20)
+        finally:
+            started.kill()
+        assert re.sub(r":\d+/\?token=[\w-]+", ":8765/?token=...", said) == expected
+        assert (rest, started.returncode) == ("Stopped.\n", 0)
+
+
+def test_states_of_runs(tmp_path):
+    write_run(tmp_path / "done")
+    resumed = write_run(tmp_path / "resumed")
+    with (resumed / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 121, "loss": 3.0}\n{"step": 122, "lo')
+    killed = write_run(tmp_path / "killed", without=("summary.json",))
+    os.utime(killed / "metrics.jsonl", (1.0e9, 1.0e9))
+    half = write_run(tmp_path / "half")
+    (half / "summary.json").write_text('{"steps": 120')
+    states = {run.name: run.state for run in find_runs(tmp_path).runs}
+    assert states == {"done": "finished", "resumed": "live", "killed": "unfinished", "half": "live"}

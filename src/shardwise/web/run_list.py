@@ -6,6 +6,7 @@ A run is addressed by a key made from its path, which is looked up among those f
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 import time
@@ -22,6 +23,7 @@ MOST_FOLDERS = 5_000
 MOST_BYTES = 64 * 2**20
 """Largest file that a report is made from."""
 
+TAIL_BYTES, SUMMARY_BYTES = 2**16, 2**24
 LIVE_S = 60.0
 """A run counts as live if its metrics were written in the last ``LIVE_S`` seconds."""
 
@@ -112,14 +114,41 @@ def _inspected(root: Path, folder: Path) -> RunFolder:
     changed = max((at for at in times.values() if at is not None), default=None)
     if problems:
         return _entry(root, folder, problem="; ".join(problems), at=changed)
-    metrics, summary = times[RunFile.METRICS], times[RunFile.SUMMARY]
-    if summary is not None and summary >= (metrics or 0.0):
+    metrics, summarised = times[RunFile.METRICS], _summarised_steps(folder / RunFile.SUMMARY)
+    if summarised is not None and summarised >= (_last_step(folder / RunFile.METRICS) or 0):
         state = "finished"
     elif metrics is not None and time.time() - metrics < LIVE_S:
         state = "live"
     else:
         state = "unfinished"
     return _entry(root, folder, state=state, at=changed)
+
+
+def _summarised_steps(path: Path) -> int | None:
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= SUMMARY_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    steps = found.get("steps") if isinstance(found, dict) else None
+    return steps if type(steps) is int else None
+
+
+def _last_step(path: Path) -> int | None:
+    """Return the step of the last complete line; ``None`` if the file's end has none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and type(found.get("step")) is int:
+            return int(found["step"])
+    return None
 
 
 def _unsafe(folder: Path) -> Iterator[str]:

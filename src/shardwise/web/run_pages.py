@@ -114,7 +114,6 @@ def compare_page(runs: Sequence[RunFolder], planner: bool) -> bytes:
         problems=problems,
         series=json.dumps(series),
         planner=planner,
-        most=MOST_COMPARED,
     )
 
 
