@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
 import webbrowser
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,15 +49,19 @@ def run_ui(
     ui = Ui(root=runs, site=site, calibration=calibration)
     listener = listen(port)
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/?token={ui.token}"
-    if as_json:
-        print(json.dumps({"schema": 1, "url": url, "runs": str(runs)}), flush=True)
-    print(f"Runs of '{runs}': {url}\nPress Ctrl-C to stop.", file=sys.stderr if as_json else sys.stdout, flush=True)
     with tempfile.TemporaryDirectory(prefix="shardwise-ui-") as folder:  # readable by this user alone
-        if not no_browser:
-            page = Path(folder) / "open.html"  # a command line would show the token to every user
-            page.write_text(OPEN.format(url=url))
-            webbrowser.open(page.as_uri())
+
+        def started() -> None:
+            if as_json:
+                print(json.dumps({"schema": 1, "url": url, "runs": str(runs)}), flush=True)
+            text = f"Runs of '{runs}': {url}\nPress Ctrl-C to stop."
+            print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+            if not no_browser:
+                page = Path(folder) / "open.html"  # a command line would show the token to every user
+                page.write_text(OPEN.format(url=url))
+                threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
+
         try:
-            serve(ui, listener)
+            serve(ui, listener, started)
         except KeyboardInterrupt:
             print("Stopped.", file=sys.stderr, flush=True)

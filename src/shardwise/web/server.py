@@ -178,8 +178,20 @@ def listen(port: int) -> socket.socket:
     return found
 
 
-def serve(ui: Ui, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; event streams end by themselves."""
+class _Server(uvicorn.Server):
+    """Server that says when it answers; from then on, Ctrl-C ends it cleanly."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._say_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._say_started()
+
+
+def serve(ui: Ui, listener: socket.socket, started: Callable[[], None]) -> None:
+    """Serve until SIGINT or SIGTERM; event streams end by themselves. ``started`` is called once it answers."""
     app = make_app(ui, listener.getsockname()[1])
     config = uvicorn.Config(
         app,
@@ -191,6 +203,6 @@ def serve(ui: Ui, listener: socket.socket) -> None:
         lifespan="off",
         timeout_graceful_shutdown=5,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config, started)
     ui.stopping = lambda: server.should_exit
     server.run(sockets=[listener])
