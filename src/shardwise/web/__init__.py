@@ -1,0 +1,1 @@
+"""The planner as a web page, and the local server of runs."""
