@@ -178,6 +178,7 @@ def test_a_curves_numbers_too(page):
         assert text.endswith(", does not fit") == (expected["candidates"][0]["fits"] is False)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, size, theme):
@@ -208,6 +209,7 @@ def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, s
         page.chromium.run("document.querySelectorAll('details').forEach((one) => { one.open = false; })")
 
 
+@pytest.mark.soak
 def test_a_slider_answers_by_keyboard_and_the_last_answer_stays_visible(page):
     from selenium.webdriver.common.keys import Keys
 
@@ -223,6 +225,7 @@ def test_a_slider_answers_by_keyboard_and_the_last_answer_stays_visible(page):
     wait(page, "return location.hash.includes('global-batch=256')")
 
 
+@pytest.mark.soak
 def test_of_many_questions_the_newest_is_answered(page):
     """An answer that comes late is not shown over a newer one."""
     show(page, USUAL)
@@ -237,6 +240,7 @@ def test_of_many_questions_the_newest_is_answered(page):
     assert "72" in page.chromium.run("return document.getElementById('command').textContent")
 
 
+@pytest.mark.soak
 def test_a_wrong_question_has_every_problem_at_once(page):
     words = {"model": "lama-3", "cluster": "8xA1000", "global-batch": "0", "seq-len": "-1"}
     show(page, words)
@@ -246,6 +250,7 @@ def test_a_wrong_question_has_every_problem_at_once(page):
     assert page.chromium.run("return document.querySelector('.card.bad')") is None
 
 
+@pytest.mark.soak
 def test_unknown_is_shown_as_unknown(page):
     show(page, USUAL | {"cluster": "2x2xRTX4090", "model": "gpt2", "seq-len": "1024"})
     assert "unknown time" in page.chromium.run("return document.querySelector('.hero h2').textContent")
@@ -254,6 +259,7 @@ def test_unknown_is_shown_as_unknown(page):
     assert times and set(times) == {"unknown"}
 
 
+@pytest.mark.soak
 def test_a_hostile_configuration_is_only_text(page):
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
     config = {"model_type": "llama", "_name_or_path": evil, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -273,6 +279,7 @@ def test_a_hostile_configuration_is_only_text(page):
     show(page, USUAL)
 
 
+@pytest.mark.soak
 def test_a_dropped_configuration_is_planned_like_its_file(page, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "mine", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -290,12 +297,14 @@ def test_a_dropped_configuration_is_planned_like_its_file(page, tmp_path):
     show(page, USUAL)
 
 
+@pytest.mark.soak
 def test_a_worker_that_dies_is_started_again(page):
     page.chromium.run("shardwise.crash()")
     show(page, USUAL | {"global-batch": "96"})
     assert page.chromium.run("return shardwise.answer().document.workload.global_batch") == 96
 
 
+@pytest.mark.soak
 def test_the_keyboard_reaches_everything_and_is_not_trapped(page):
     from selenium.webdriver.common.keys import Keys
 
@@ -314,6 +323,7 @@ def test_the_keyboard_reaches_everything_and_is_not_trapped(page):
     assert max(map(seen.count, set(seen))) < 60  # nowhere does it stay
 
 
+@pytest.mark.soak
 def test_from_a_file_the_page_says_how_to_serve_it(page):
     with browser() as other:
         other.driver.get((page.root / "some" / "where" / "index.html").as_uri())
@@ -322,6 +332,7 @@ def test_from_a_file_the_page_says_how_to_serve_it(page):
         assert "http.server" in other.run("return document.body.textContent")
 
 
+@pytest.mark.soak
 def test_the_policy_forbids_other_hosts(page):
     policy = page.chromium.run("return document.querySelector('meta[http-equiv]').content")
     assert "default-src 'none'" in policy and "unsafe-inline" not in policy and "'unsafe-eval'" not in policy
