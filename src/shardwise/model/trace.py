@@ -74,10 +74,14 @@ def trace_module(
         if precision == "fp32":
             try:
                 return _traced(run, torch.float32)
+            except ModelError:
+                raise
             except Exception as error:
                 raise ModelError(_reason(error, label)) from error
         try:
             found = _traced(run, torch.bfloat16)
+        except ModelError:
+            raise
         except Exception as error:
             first = _one_line(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
