@@ -183,9 +183,9 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._count > MOST_OPERATIONS:
             where = self.segments[-1].block or "the model"
             raise ModelError(
-                f"'{where}' runs more than {MOST_OPERATIONS:,} operations on one sample, as a loop over its tokens does; "
-                "such a model is not planned at this length: set a shorter --seq-len, or give a module that computes all "
-                "tokens at once"
+                f"'{where}' runs more than {MOST_OPERATIONS:,} operations on one sample, as a loop over its tokens "
+                "does; such a model is not planned at this length: set a shorter --seq-len, or give a module that "
+                "computes all tokens at once"
             )
         out = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
