@@ -224,8 +224,9 @@ def events(ui: Server, key: str, until: str, *, seconds: float = 20.0) -> str:
     with ui.connect() as found:
         found.settimeout(seconds)
         found.sendall(ui.request(f"/runs/{key}/events"))
-        text = ""
+        text, deadline = "", time.monotonic() + seconds
         while until not in text:
+            assert time.monotonic() < deadline, text[-500:]
             chunk = found.recv(2**20).decode(errors="replace")
             assert chunk, text[-500:]
             text += chunk
