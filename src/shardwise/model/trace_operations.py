@@ -136,6 +136,20 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments.append(segment)
         self._count = 0
 
+    def check_count(self) -> None:
+        """Refuse a block that runs operation after operation, before it takes minutes.
+
+        Raises:
+            ModelError: it has run more than `MOST_OPERATIONS`.
+        """
+        if self._count > MOST_OPERATIONS:
+            where = self.segments[-1].block or "the model"
+            raise ModelError(
+                f"'{where}' runs more than {MOST_OPERATIONS:,} operations on one sample, as a loop over its tokens "
+                "does; such a model is not planned at this length: set a shorter --seq-len, or give a module that "
+                "computes all tokens at once"
+            )
+
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hook for tensors saved by autograd: each storage once, never parameters and inputs."""
         storage = tensor.untyped_storage()
@@ -180,13 +194,6 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._count += 1
-        if self._count > MOST_OPERATIONS:
-            where = self.segments[-1].block or "the model"
-            raise ModelError(
-                f"'{where}' runs more than {MOST_OPERATIONS:,} operations on one sample, as a loop over its tokens "
-                "does; such a model is not planned at this length: set a shorter --seq-len, or give a module that "
-                "computes all tokens at once"
-            )
         out = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
             self._record(func, args, kwargs or {}, out)
@@ -327,6 +334,20 @@ def _attention(args: tuple[Any, ...]) -> dict[str, Any]:
         "causal": causal,
         "flops": 2.0 * pairs * (head_dim + value.shape[-1]),
     }
+
+
+class Bounded(TorchFunctionMode):
+    """Call `OperationRecorder.check_count` between operations; an exception inside of one would end the process."""
+
+    def __init__(self, recorder: OperationRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.recorder.check_count()
+        return func(*args, **(kwargs or {}))
 
 
 class AsOnCuda(TorchFunctionMode):
