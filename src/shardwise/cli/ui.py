@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import threading
@@ -61,6 +62,8 @@ def run_ui(
                 page.write_text(OPEN.format(url=url))
                 threading.Thread(target=webbrowser.open, args=(page.as_uri(),), daemon=True).start()
 
+        if threading.current_thread() is threading.main_thread():  # a shell's background job begins with it ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             serve(ui, listener, started)
         except KeyboardInterrupt:
