@@ -6,9 +6,11 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 FLAGS = (
     "--headless=new",
@@ -18,6 +20,8 @@ FLAGS = (
     "--disable-background-networking",
     "--no-first-run",
     "--hide-scrollbars",
+    "--disable-component-update",
+    "--disable-features=OptimizationGuideModelDownloading,OptimizationGuideOnDeviceModel,OnDeviceModelPerformanceParams",
 )
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 LOAD_S = 60
@@ -105,4 +109,9 @@ def browser(size: str = "desktop", theme: str = "light") -> Iterator[Browser]:
         found.scheme(theme)
         yield found
     finally:
+        family = psutil.Process(driver.service.process.pid).children(recursive=True)
         driver.quit()
+        _, left = psutil.wait_procs(family, timeout=3)
+        for process in left:  # a helper of Chromium's that has outlived it
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +14,9 @@ from shutil import which
 from typing import ClassVar
 
 from shardwise.web import site_parts
+from shardwise.web.build_site import build_site
 from tests.commands import ROOT
+from tests.kept import FOLDER, kept
 
 CACHE = ROOT / "build" / "parts"
 AXE = (
@@ -25,6 +29,17 @@ def why_no_site() -> str | None:
     """What is missing to build the site; ``None`` where all is there."""
     missing = [name for name in ("npm", "node") if which(name) is None]
     return f"needs {' and '.join(missing)} to build the site" if missing else None
+
+
+def built_site() -> Path:
+    """The folder that a host serves: the site with the documentation, below ``some/where``, built once in a session."""
+
+    def build() -> str:
+        host = Path(tempfile.mkdtemp(dir=os.environ.get(FOLDER)))
+        build_site(host / "some" / "where", cache=CACHE, repository=ROOT)
+        return str(host)
+
+    return Path(kept(("site",), build))
 
 
 def axe_script(folder: Path) -> str:

@@ -16,15 +16,16 @@ from urllib.parse import urlencode
 import pytest
 
 from shardwise.web.answer import texts
-from shardwise.web.build_site import build_site
 from tests.browser.pages import SIZES, browser, why_not
-from tests.browser.sites import CACHE, axe_script, served, why_no_site
+from tests.browser.sites import axe_script, built_site, served, why_no_site
 from tests.commands import shardwise
 
 REASON = why_not() or why_no_site()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
 SEED, FEW, MANY = 20261124, 20, 200
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
+CONFIG = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
+          "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048}  # fmt: skip
 NUMBERS = """
 return [...document.querySelectorAll('#result .num[data-path]')].filter((one) => !one.closest('#curves, [data-question]'))
   .map((one) => [one.dataset.path, one.textContent]);
@@ -43,8 +44,7 @@ axe.run(document, { resultTypes: ["violations"] }).then((found) => done(found.vi
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Iterator[SimpleNamespace]:
     """The site below a path, open in one browser, and whatever it has asked of the network so far."""
-    root = tmp_path_factory.mktemp("host")
-    build_site(root / "some" / "where", cache=CACHE)
+    root = built_site()
     axe = axe_script(tmp_path_factory.mktemp("axe"))
     with served(root) as address, browser() as chromium:
         chromium.driver.set_script_timeout(60)
@@ -178,9 +178,16 @@ def test_a_curves_numbers_too(page):
         assert text.endswith(", does not fit") == (expected["candidates"][0]["fits"] is False)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "theme"),
+    [
+        ("phone", "light"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("phone", "dark"), ("desktop", "light"), ("desktop", "dark"))
+        ),
+    ],
+)
 def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, size, theme):
     width, height = SIZES[size]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
@@ -259,13 +266,10 @@ def test_unknown_is_shown_as_unknown(page):
     assert times and set(times) == {"unknown"}
 
 
-@pytest.mark.soak
 def test_a_hostile_configuration_is_only_text(page):
     evil = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
-    config = {"model_type": "llama", "_name_or_path": evil, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 2048}  # fmt: skip
     for text in (
-        json.dumps(config),
+        json.dumps(CONFIG | {"_name_or_path": evil}),
         '{"model_type": ' + json.dumps(evil) + "}",
         evil,
         "[" * 5000,
@@ -299,9 +303,26 @@ def test_a_dropped_configuration_is_planned_like_its_file(page, tmp_path):
 
 @pytest.mark.soak
 def test_a_worker_that_dies_is_started_again(page):
-    page.chromium.run("shardwise.crash()")
-    show(page, USUAL | {"global-batch": "96"})
-    assert page.chromium.run("return shardwise.answer().document.workload.global_batch") == 96
+    for batch in ("96", "104", "112"):
+        page.chromium.run("shardwise.crash()")
+        show(page, USUAL | {"global-batch": batch})
+        assert page.chromium.run("return shardwise.answer().document.workload.global_batch") == int(batch)
+
+
+@pytest.mark.soak
+def test_a_configuration_that_ends_the_worker_is_not_sent_to_the_next_one(page):
+    def batch(size: int, then: str = "") -> None:
+        script = "const box = document.getElementById('global_batch'); box.value = arguments[0]; "
+        page.chromium.run(f"{script} box.dispatchEvent(new Event('input')); {then}", size)
+
+    config = json.dumps(CONFIG | {"_name_or_path": "mine"})
+    show(
+        page, {name: value for name, value in USUAL.items() if name != "model"} | {"config": config, "seq-len": "1024"}
+    )
+    for size, says in ((4096, "The planner stopped: a test ended it"), (2048, "has let go of it")):
+        batch(size, "shardwise.crash()" if size == 4096 else "")
+        wait(page, "return document.querySelector('.card.bad')?.textContent.includes(arguments[0])", says)
+    show(page, USUAL)
 
 
 @pytest.mark.soak
@@ -323,7 +344,6 @@ def test_the_keyboard_reaches_everything_and_is_not_trapped(page):
     assert max(map(seen.count, set(seen))) < 60  # nowhere does it stay
 
 
-@pytest.mark.soak
 def test_from_a_file_the_page_says_how_to_serve_it(page):
     with browser() as other:
         other.driver.get((page.root / "some" / "where" / "index.html").as_uri())

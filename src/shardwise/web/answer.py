@@ -7,10 +7,12 @@ Runs in the browser under Pyodide, so nothing here imports torch, typer or rich.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.document import MOST_DEEP
 from shardwise.errors import UserError
 from shardwise.hardware.gpus import find_gpu, gpu_names
 from shardwise.model.architecture import parameter_count
@@ -38,6 +40,7 @@ CONFIG = "config.json"
 BYTES = ("memory_bytes", "phases", "usable_bytes", "device_memory_bytes", "host_memory_bytes")
 MONEY = ("cost", "dollars_per_million_tokens", "dollars", "per_device_hour", "price_per_device_hour")
 FLAGS = ("compiled", "any_plan", "optimizer_in_backward")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)  # of JSON; one that does not end takes the rest
 
 
 def answer(question: Mapping[str, str]) -> dict[str, Any]:
@@ -75,7 +78,18 @@ def _profile_of(model: str, *, seq_len: int | None, compiled: bool) -> ModelProf
             f"model '{model:.80}': the page plans names of the catalogue and a config.json that is dropped on it; for "
             f"others run: shardwise plan {model:.80}"
         )
+    if model == CONFIG and Path(CONFIG).is_file() and nesting(Path(CONFIG).read_text()) > MOST_DEEP:
+        raise UserError(f"model '{CONFIG}' cannot be read as JSON: it is nested more than {MOST_DEEP} deep; repair it")
     return load_profile(model, seq_len=seq_len, compiled=compiled)
+
+
+def nesting(text: str) -> int:
+    """Return how deep a JSON text is nested, without parsing it: WebAssembly's stack ends before Python's limit."""
+    depth = deepest = 0
+    for bracket in re.findall(r"[\[{\]}]", STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _read(question: Mapping[str, str]) -> tuple[PlanRequest, ModelProfile, Any, list[str]]:

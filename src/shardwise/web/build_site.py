@@ -1,4 +1,4 @@
-"""Build the static site: the planner page with its engine.
+"""Build the static site: the planner page with its engine, and the documentation.
 
 ``python -m shardwise.web.build_site -o build/site`` is what ``make site`` runs.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError
 from shardwise.units import bytes_text
 from shardwise.web import site_parts
+from shardwise.web.build_docs import build_docs
 
 ASSETS = Path(__file__).with_name("assets")
 PACKAGE = Path(__file__).parents[1]
@@ -32,12 +33,12 @@ HEAVY = re.compile(r"^(?:import|from) (?:torch|numpy|typer|rich)\b", re.MULTILIN
 STAMP = (1980, 1, 1, 0, 0, 0)  # the same sources make the same bytes
 
 
-def build_site(output: Path, *, cache: Path) -> Path:
-    """Write the site to ``output``; ``cache`` keeps what is downloaded.
+def build_site(output: Path, *, cache: Path, repository: Path | None = None) -> Path:
+    """Write the site to ``output``, with the documentation of ``repository``; ``cache`` keeps what is downloaded.
 
     Raises:
-        UserError: npm is missing.
-        MachineError: a part cannot be downloaded.
+        UserError: npm, Node.js or MkDocs is missing.
+        MachineError: a part cannot be downloaded, or a link of the documentation leads nowhere.
     """
     pyodide = site_parts.npm_package(*site_parts.PYODIDE, cache)
     found = site_parts.wheels(cache)
@@ -47,6 +48,8 @@ def build_site(output: Path, *, cache: Path) -> Path:
     site_parts.unpack_npm(pyodide, site_parts.PYODIDE_FILES, output / "engine")
     pack_engine(output / "engine" / "shardwise.zip", found)
     site_parts.precompile(output / "engine", output / "engine" / "shardwise.zip")
+    if repository is not None:
+        build_docs(repository, output / "docs")
     (output / "site.json").write_text(json.dumps(facts_of(output), indent=1) + "\n")
     return output
 
@@ -86,6 +89,7 @@ def facts_of(site: Path) -> dict[str, object]:
     return {
         "version": _version(),
         "machine": False,
+        "docs": (site / "docs").is_dir(),
         "bytes": sum(path.stat().st_size for path in files),
         "engine": engine,
     }
@@ -107,7 +111,9 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("build/parts"))
     words = parser.parse_args()
     try:
-        site = build_site(words.output, cache=words.cache)
+        repository = PACKAGE.parents[1]
+        with_docs = (repository / "mkdocs.yml").is_file()
+        site = build_site(words.output, cache=words.cache, repository=repository if with_docs else None)
     except ShardwiseError as error:
         print(f"site: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

@@ -10,7 +10,7 @@ let fast = null; // loads once the first answer is there
 let lists = { models: [], gpus: [], optimizers: [] };
 let docs = false;
 let state = fromHash(location.hash);
-const shown = { key: "", answer: null, quick: null, asked: null, others: new Map(), points: new Map(), metric: "tokens_per_s_per_device" };
+const shown = { key: "", answer: null, others: new Map(), points: new Map(), metric: "tokens_per_s_per_device" };
 const open = new Set();
 let round = 0;
 
@@ -66,7 +66,7 @@ function change(changes, cluster = null) {
   ask();
 }
 
-function choose(i) { state = { ...state, at: i }; shown.quick = null; fill(); change({}); }
+function choose(i) { state = { ...state, at: i }; fill(); change({}); }
 function addCluster() { state = { ...state, clusters: [...state.clusters, { ...state.clusters[state.at] }], at: state.clusters.length }; fill(); change({}); $("gpu").focus(); }
 function removeCluster() { state = { ...state, clusters: state.clusters.filter((_, i) => i !== state.at), at: 0 }; fill(); change({}); $("clusters").firstChild.focus(); }
 
@@ -107,6 +107,7 @@ function listen() {
   drop.addEventListener("dragleave", () => $("drop").classList.remove("over"));
   drop.addEventListener("drop", (event) => { event.preventDefault(); $("drop").classList.remove("over"); readFile(event.dataTransfer.files[0]); });
   $("share").addEventListener("click", (event) => { history.replaceState(null, "", toHash(state)); copy(location.href, event.target); });
+  $("to-whole").firstChild.addEventListener("click", (event) => { event.target.href = `index.html${toHash(state)}`; });
   addEventListener("hashchange", () => { state = fromHash(location.hash); if (state.config !== null) { full.config(state.config); fast?.config(state.config); } fill(); ask(); });
 }
 
@@ -120,18 +121,20 @@ async function copy(text, button) {
 
 async function ask() {
   const mine = ++round, asked = question(state), now = key(asked);
-  if (now === shown.key) { shown.quick = null; return show(shown.answer); }
-  $("result").classList.add("stale");
-  say(fast === null && !shown.answer ? "Loading the planner…" : "Searching…");
-  quickly(mine, asked);
-  const answer = await full.ask(asked);
-  if (answer === null || mine !== round) return; // a newer question is on its way
-  shown.key = now;
-  Object.assign(shown, { quick: null, asked });
-  show(answer);
+  if (now === shown.key) show(shown.answer); // what this round cancelled still has to be asked below
+  else {
+    $("result").classList.add("stale");
+    say(fast === null && !shown.answer ? "Loading the planner…" : "Searching…");
+    quickly(mine, asked);
+    const answer = await full.ask(asked);
+    if (answer === null || mine !== round) return; // a newer question is on its way
+    shown.key = now;
+    show(answer);
+    if (answer.problems.length) return;
+  }
   startFast();
   compare(mine);
-  extend(mine, asked, answer);
+  extend(mine, shown.answer);
 }
 
 // The strategy that is shown, under the new question: an answer while the slider moves.
@@ -141,7 +144,6 @@ async function quickly(mine, asked) {
   const pinned = { ...asked, strategy };
   const quick = await fast.ask(pinned);
   if (quick === null || mine !== round || quick.problems.length || shown.key === key(asked)) return;
-  shown.quick = quick;
   document.body.dataset.quick = key(pinned);
   $("result").firstElementChild?.replaceWith(result.headline(quick, { quick: true }));
   say(`${strategy} at once; searching the other strategies…`);
@@ -158,7 +160,7 @@ async function compare(mine) {
   while (shown.others.size > 64) shown.others.delete(shown.others.keys().next().value);
 }
 
-async function extend(mine, asked, answer) {
+async function extend(mine, answer) {
   const found = answer.document;
   if (!found || !found.candidates.length) return;
   await startFast();
@@ -195,7 +197,6 @@ function show(answer) {
   $("result").classList.remove("stale");
   if (answer.problems.length) {
     say("");
-    shown.answer ??= null;
     $("result").replaceChildren(result.problems(answer.problems));
     shown.key = "";
     return;
@@ -281,7 +282,6 @@ async function start() {
   listen();
   fill();
   if (state.config !== null) full.config(state.config);
-  if (location.protocol === "file:") return say("Browsers do not let a page from a file run the planner. Serve the folder, for example with: python -m http.server -d build/site");
   fetch("site.json").then((reply) => reply.json()).then((facts) => {
     docs = facts.docs;
     $("to-docs").hidden = !docs;

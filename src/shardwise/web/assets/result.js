@@ -137,7 +137,7 @@ export function takeAway(answer, copy) {
     h("a", { href: address, download: "plan.toml" }).click();
     setTimeout(() => URL.revokeObjectURL(address), 1000);
   };
-  return h("section", { class: "card" }, h("h2", {}, "Take it with you"),
+  return h("section", { class: "card", id: "take" }, h("h2", {}, "Take it with you"),
     h("p", { class: "soft" }, "The same answer on the command line, and the plan for ", h("code", {}, "shardwise train --plan plan.toml"), "."),
     h("div", { class: "command" }, h("pre", { tabindex: 0, role: "region", "aria-label": "Command line" }, h("code", { id: "command" }, answer.command)), h("button", { type: "button", onclick: (event) => copy(answer.command, event.target) }, "Copy")),
     answer.plan ? h("details", { class: "more" }, h("summary", {}, "plan.toml"), h("pre", { id: "toml", tabindex: 0, role: "region", "aria-label": "plan.toml" }, answer.plan)) : null,
@@ -146,7 +146,7 @@ export function takeAway(answer, copy) {
 
 export function honest(answer, docs) {
   const link = (page, text) => (docs ? h("a", { href: `docs/${page}` }, text) : text);
-  return h("section", { class: "card" }, h("h2", {}, "How far to trust these figures"),
+  return h("section", { class: "card", id: "trust" }, h("h2", {}, "How far to trust these figures"),
     h("p", {}, "Parameters, gradients and optimizer state are counted exactly. Peak memory and step time are predictions; the interval of a time covers 8 of 10 published measurements. ",
       "Nothing here was measured on a GPU by this project. ", link("how-it-counts.html", "How memory and time are predicted"), ", ", link("choosing-a-plan.html", "the rules of thumb"), "."),
     answer.document.model.unknown.length ? h("ul", {}, answer.document.model.unknown.map((line) => h("li", {}, `unknown: ${line}`))) : null);

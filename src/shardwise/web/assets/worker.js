@@ -20,5 +20,9 @@ const started = start();
 started.catch((error) => postMessage({ id: 0, failed: String(error) }));
 onmessage = async ({ data }) => {
   const reply = await started;
-  postMessage({ id: data.id, reply: JSON.parse(reply(data.kind, data.text)) });
+  try {
+    postMessage({ id: data.id, reply: JSON.parse(reply(data.kind, data.text)) });
+  } catch (error) { // Python itself has ended: of this worker no more answers come
+    postMessage({ id: 0, failed: String(error).split("\n")[0] });
+  }
 };
