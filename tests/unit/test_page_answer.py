@@ -104,6 +104,23 @@ def test_numbers_are_written_as_on_the_terminal():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[" * 5000, "nested more than 64 deep"),
+        ('{"a":' * 65 + "1" + "}" * 65, "nested more than 64 deep"),
+        (json.dumps({"model_type": "[" * 5000, "hidden_size": '"{' * 100}), "model_type '[[["),
+        ('"' + "\\" * 99, "cannot be read as JSON"),
+    ],
+)
+def test_a_deep_configuration_is_refused_before_it_is_parsed(tmp_path, monkeypatch, text, says):
+    monkeypatch.chdir(tmp_path)
+    reply("config", text)
+    if "nested" in says:
+        monkeypatch.setattr("shardwise.model.configuration.read_json", None)
+    assert says in answer(QUESTION | {"model": "config.json"})["problems"][0]
+
+
 def test_a_fault_is_a_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert json.loads(reply("config", "{}")) == {"problems": []}

@@ -45,13 +45,20 @@ def build_site(output: Path, *, cache: Path, repository: Path | None = None) -> 
     if output.is_dir():
         shutil.rmtree(output)
     shutil.copytree(ASSETS, output)
-    site_parts.unpack_npm(pyodide, site_parts.PYODIDE_FILES, output / "engine")
-    pack_engine(output / "engine" / "shardwise.zip", found)
-    site_parts.precompile(output / "engine", output / "engine" / "shardwise.zip")
+    build_engine(output / "engine", pyodide, found)
     if repository is not None:
         build_docs(repository, output / "docs")
     (output / "site.json").write_text(json.dumps(facts_of(output), indent=1) + "\n")
     return output
+
+
+def build_engine(engine: Path, pyodide: Path, wheels: list[Path]) -> None:
+    """Write Pyodide and the planner to ``engine``, compiled; of the list of Pyodide's packages nothing is used."""
+    site_parts.unpack_npm(pyodide, site_parts.PYODIDE_FILES, engine)
+    lock = json.loads((engine / "pyodide-lock.json").read_text())
+    (engine / "pyodide-lock.json").write_text(json.dumps(lock | {"packages": {}}))
+    pack_engine(engine / "shardwise.zip", wheels)
+    site_parts.precompile(engine, engine / "shardwise.zip", engine / "python_stdlib.zip")
 
 
 def pack_engine(target: Path, wheels: list[Path]) -> None:

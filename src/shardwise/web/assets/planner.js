@@ -10,12 +10,13 @@ let fast = null; // loads once the first answer is there
 let lists = { models: [], gpus: [], optimizers: [] };
 let docs = false;
 let state = fromHash(location.hash);
-const shown = { key: "", answer: null, others: new Map(), points: new Map(), metric: "tokens_per_s_per_device" };
+const shown = { key: "", answer: null, others: new Map(), points: new Map(), metrics: ["tokens_per_s_per_device", "memory_bytes.device"] };
 const open = new Set();
 let round = 0;
 
 const METRICS = {
-  tokens_per_s_per_device: "tokens/s per GPU", dollars_per_million_tokens: "$ per million tokens", step_time_s: "time of a step", "memory_bytes.device": "memory per GPU",
+  tokens_per_s_per_device: "tokens/s per GPU", efficiency: "efficiency", mfu: "MFU", dollars_per_million_tokens: "$ per million tokens",
+  step_time_s: "time of a step", "memory_bytes.device": "memory per GPU",
 };
 const at = (value, path) => path.split(".").reduce((inner, key) => inner?.[key], value);
 const key = (asked) => JSON.stringify(asked) + (state.config ?? "");
@@ -261,18 +262,33 @@ function valued(point, metric) {
   return { ...point, y: at(found, metric), text: text ?? "unknown", fits: found.fits, cell: [h("span", { class: "num", "data-path": `candidates.0.${metric}` }, text), found.fits === false ? ", does not fit" : ""] };
 }
 
+// Tokens a second and GPU beside those of the first point that is known: what the page works out itself.
+function efficiency(points) {
+  const all = points.map((point) => valued(point, "tokens_per_s_per_device")), first = all.find((point) => point.y);
+  return all.map((point) => {
+    if (!point.y) return point;
+    const y = point.y / first.y, text = `${(100 * y).toFixed(0)}%`;
+    return { ...point, y, text, cell: `${text} of ${first.name}${point.fits === false ? ", does not fit" : ""}` };
+  });
+}
+
 function drawCurves() {
   const box = $("curves"), answer = shown.answer;
   if (!box || !answer?.document.candidates.length) return;
   const { document: found, texts } = answer, strategy = found.candidates[found.recommended ?? 0].strategy;
-  const metric = h("select", { "aria-label": "What the curve over GPUs shows", onchange: (event) => { shown.metric = event.target.value; drawCurves(); box.querySelector("select").focus(); } },
-    Object.entries(METRICS).map(([value, name]) => h("option", { value, selected: value === shown.metric }, name)));
-  const isMemory = shown.metric === "memory_bytes.device", limit = { limit: found.cluster.device_memory_bytes, limitText: `memory of a GPU, ${texts["cluster.device_memory_bytes"]}` };
-  const list = [{ title: `${strategy} over GPUs, same batch`, points: devicePoints(strategy).map((point) => valued(point, shown.metric)), control: metric, ...(isMemory ? limit : {}) }];
-  const lengths = lengthPoints(strategy);
-  if (lengths.length) list.push({ title: `Memory of ${strategy} over tokens per sample`, points: lengths.map((point) => valued(point, "memory_bytes.device")), ...limit });
-  const wasOpen = [...box.querySelectorAll("details")].map((one) => one.open);
+  const limit = { limit: found.cluster.device_memory_bytes, limitText: `memory of a GPU, ${texts["cluster.device_memory_bytes"]}` };
+  const list = [["GPUs, same batch", devicePoints(strategy)], ["tokens per sample", lengthPoints(strategy)]].filter(([, points]) => points.length).map(([over, points], i) => {
+    const metric = shown.metrics[i];
+    const choose = (event) => { shown.metrics[i] = event.target.value; drawCurves(); };
+    return {
+      title: `${strategy} over ${over}`, points: metric === "efficiency" ? efficiency(points) : points.map((point) => valued(point, metric)),
+      control: h("select", { "aria-label": `What the curve over ${over} shows`, onchange: choose }, Object.entries(METRICS).map(([value, name]) => h("option", { value, selected: value === metric }, name))),
+      ...(metric === "memory_bytes.device" ? limit : {}),
+    };
+  });
+  const wasOpen = [...box.querySelectorAll("details")].map((one) => one.open), focused = [...box.querySelectorAll("select")].indexOf(document.activeElement);
   box.replaceChildren(result.curves(list));
+  box.querySelectorAll("select")[focused]?.focus();
   box.querySelectorAll("details").forEach((one, i) => { one.open = wasOpen[i] ?? false; });
 }
 
