@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import psutil
@@ -85,7 +85,9 @@ def leaves_no_fork_server_of_another_environment() -> Iterator[None]:
 def leaves_no_child_process() -> Iterator[None]:
     before = set(psutil.pids())  # of the whole machine: far cheaper than asking each one for its parent
     yield
-    left = _settled(lambda: [process for pid in psutil.pids() if pid not in before for process in _offspring(pid)])
+    left = _settled(
+        lambda: [process for pid in psutil.pids() if pid not in before for process in _offspring(pid, before)]
+    )
     if left:
         pytest.fail(f"child processes left: {'; '.join(left)}")
 
@@ -132,13 +134,15 @@ def _settled(look: Callable[[], list[Any]]) -> list[Any]:
     return left
 
 
-def _offspring(pid: int) -> list[str]:
+def _offspring(pid: int, before: Set[int] = frozenset()) -> list[str]:
     """The process in words, if it descends from this one and works; else nothing."""
     try:
         process = psutil.Process(pid)
-        words = process.cmdline()
-        if all(parent.pid != os.getpid() for parent in process.parents()):
+        words, parents = process.cmdline(), process.parents()
+        if all(parent.pid != os.getpid() for parent in parents):
             return []
+        if any(parent.pid in before and parent.name() == "chromedriver" for parent in parents):
+            return []  # a helper of a file's own browser, which starts and ends them when it likes
         if process.status() == psutil.STATUS_ZOMBIE or any(server in word for word in words for server in SERVERS):
             return []
         server = fork_server.running()

@@ -123,7 +123,9 @@ def test_a_planner_in_a_page_starts_by_a_click_and_answers(docs):
     assert docs.chromium.run("return document.querySelectorAll('iframe').length") == 0
     assert not [url for url in docs.chromium.requests() if "/engine/" in url]
     docs.chromium.run("document.querySelector('p.try a').click()")
-    docs.chromium.wait("return document.querySelector('iframe.planner').contentDocument?.querySelector('.hero h2')")
+    docs.chromium.wait(
+        "return Boolean(document.querySelector('iframe.planner').contentDocument?.querySelector('.hero h2'))"
+    )
     frame = docs.chromium.driver.find_element("css selector", "iframe.planner")
     docs.chromium.driver.switch_to.frame(frame)
     assert "fsdp+tp8" in docs.chromium.run("return document.querySelector('.hero h2').textContent")

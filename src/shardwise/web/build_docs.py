@@ -169,11 +169,14 @@ def button(fence: str, place: Path, docs: Path) -> str:
 
 
 def commands(fence: str) -> Iterator[list[str]]:
-    """Yield the ``shardwise plan`` commands of a fenced block, as words."""
+    """Yield the ``shardwise plan`` commands of a fenced block, as words, without those that it shows to be refused."""
+    found: list[list[str]] = []
     for line in fence.replace("\\\n", " ").splitlines():
-        line = line.removeprefix("$ ")
-        if line.startswith("shardwise plan "):
-            yield shlex.split(line, comments=True)
+        if line.removeprefix("$ ").startswith("shardwise plan "):
+            found.append(shlex.split(line.removeprefix("$ "), comments=True))
+        elif line.startswith("shardwise: "):
+            del found[-1:]
+    yield from found
 
 
 def question(command: list[str]) -> list[tuple[str, str]] | None:

@@ -58,7 +58,7 @@ def build_engine(engine: Path, pyodide: Path, wheels: list[Path]) -> None:
     lock = json.loads((engine / "pyodide-lock.json").read_text())
     (engine / "pyodide-lock.json").write_text(json.dumps(lock | {"packages": {}}))
     pack_engine(engine / "shardwise.zip", wheels)
-    site_parts.precompile(engine, engine / "shardwise.zip", engine / "python_stdlib.zip")
+    site_parts.precompile(engine, engine / "shardwise.zip")
 
 
 def pack_engine(target: Path, wheels: list[Path]) -> None:
@@ -69,7 +69,7 @@ def pack_engine(target: Path, wheels: list[Path]) -> None:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as source:
                 for name in sorted(source.namelist()):
-                    if not name.endswith("/"):
+                    if not name.endswith("/") and not site_parts.UNUSED_OF_WHEELS.match(name):
                         _add(archive, name, source.read(name))
 
 

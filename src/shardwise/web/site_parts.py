@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,12 @@ tomli-w==1.2.0 --hash=sha256:188306098d013b691fcadc011abd66727d3c414c571bb01b1a1
 typing-extensions==4.16.0 --hash=sha256:481caa481374e813c1b176ada14e97f1f67a4539ce9cfeb3f350d78d6370c2e8
 typing-inspection==0.4.5 --hash=sha256:bc210535442b39e1bf2805e0c7a17dfd6a4ace760c84c7f7d16245d23a6b1c39
 """
+UNUSED = (  # of the standard library: what no planning layer, nor pydantic, imports
+    *("_pyrepl", "cProfile.py", "doctest.py", "ftplib.py", "http", "imaplib.py", "mailbox.py", "multiprocessing"),
+    *("pdb.py", "pickletools.py", "poplib.py", "profile.py", "pstats.py", "pydoc.py", "smtplib.py", "sqlite3"),
+    *("trace.py", "unittest", "webbrowser.py", "wsgiref", "xml", "xmlrpc", "zipapp.py"),
+)
+UNUSED_OF_WHEELS = re.compile(r"pydantic/(v1/|mypy\.py)|.*\.dist-info/sboms/")
 WAIT_S = 300
 
 
@@ -85,17 +92,18 @@ def wheels(cache: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def precompile(engine: Path, *archives: Path) -> None:
-    """Compile the Python files of archives by the browser's own Python, which halves the time until it answers.
+def precompile(engine: Path, archive: Path) -> None:
+    """Compile Python by the browser's own Python: the archive, and of the standard library what an answer imports.
 
     Raises:
         UserError: Node.js is missing.
+        MachineError: a file cannot be compiled, or the engine does not answer.
     """
     if shutil.which("node") is None:
         raise UserError("the engine is compiled by Node.js, which is not installed; install it with npm")
     script = Path(__file__).with_name("precompile.mjs")
-    files = [str(path.resolve()) for path in (engine, *archives)]
-    _run(["node", str(script), *files], "Node.js cannot compile the engine")
+    files = [str(path.resolve()) for path in (engine, archive, engine / "python_stdlib.zip")]
+    _run(["node", str(script), *files, *UNUSED], "Node.js cannot compile the engine")
 
 
 def _run(command: list[str], failure: str) -> None:
