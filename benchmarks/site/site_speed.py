@@ -5,7 +5,7 @@ the site served on loopback by a server that compresses as static hosts do, an e
 
 - ``first``: from the navigation to the complete answer
 - ``slider``: from the slider's event to the first new answer, and to the complete one
-- ``slow-cpu``: both, with every thread of Chromium at a quarter of its speed (a CPU quota by cgroup)
+- ``slow-cpu``: both, while Chromium has a quarter of the CPUs (a quota by cgroup: DevTools slows the page, not its workers)
 - ``slow-network``: the first load at 10 Mbit/s and 40 ms (Chrome DevTools Protocol)
 """
 
@@ -83,10 +83,15 @@ class _Host(http.server.SimpleHTTPRequestHandler):
         """Write nothing."""
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *words: object) -> None:
+        """Write nothing: a browser that ends drops its connections."""
+
+
 @contextmanager
 def host(site: Path) -> Iterator[str]:
     """Address of the site."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Host, directory=str(site)))
+    server = _Server(("127.0.0.1", 0), partial(_Host, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
