@@ -5,7 +5,7 @@ the site served on loopback by a server that compresses as static hosts do, an e
 
 - ``first``: from the navigation to the complete answer
 - ``slider``: from the slider's event to the first new answer, and to the complete one
-- ``slow-cpu``: both, while Chromium has a quarter of the CPUs (a quota by cgroup: DevTools slows the page, not its workers)
+- ``slow-cpu``: both, while Chromium has a quarter of the CPUs (by cgroup: DevTools slows the page, not its workers)
 - ``slow-network``: the first load at 10 Mbit/s and 40 ms (Chrome DevTools Protocol)
 """
 
