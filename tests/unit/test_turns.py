@@ -86,7 +86,8 @@ def test_a_dear_test_and_its_cases_have_turns_of_their_own(monkeypatch: pytest.M
     (tmp_path / "durations.json").write_text(json.dumps({"tests/world/a.py": recorded}))
     monkeypatch.setattr(turns, "DURATIONS", tmp_path / "durations.json")
     marks = dict.fromkeys(recorded, 2)
-    found = [kept(marks, str(turn), monkeypatch, "tests/world/a.py") for turn in range(2 * turns.DEAR_TURNS * turns.OTHER_TURNS)]
+    every = range(2 * turns.DEAR_TURNS * turns.OTHER_TURNS)
+    found = [kept(marks, str(turn), monkeypatch, "tests/world/a.py") for turn in every]
     times = Counter(name for names in found for name in names)
     share = len(found) // (2 * turns.DEAR_TURNS)
     assert times == {**dict.fromkeys(recorded, share), "test_each[ddp]": len(found)}
