@@ -6,7 +6,7 @@ the site served on loopback by a server that compresses as static hosts do, an e
 - ``first``: from the navigation to the complete answer
 - ``slider``: from the slider's event to the first new answer, and to the complete one
 - ``slow-cpu``: both, while Chromium has a quarter of the CPUs (by cgroup: DevTools slows the page, not its workers)
-- ``slow-network``: the first load at 10 Mbit/s and 40 ms (Chrome DevTools Protocol)
+- ``slow-network``: the first load at 10 Mbit/s and 40 ms, which the server keeps to (DevTools' limits spare workers)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from tests.browser.pages import Browser, browser  # noqa: E402
 
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
-MEGABIT = 1e6 / 8
+MEGABIT, LATENCY_S, CHUNK = 1e6 / 8, 0.04, 2**15
 SLIDER = """
 const done = arguments[arguments.length - 1], slider = document.getElementById("global_batch-slider");
 const body = document.body, quick = body.dataset.quick, full = body.dataset.answered, found = {};
@@ -57,6 +57,8 @@ class _Host(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     packed: ClassVar[dict[str, bytes]] = {}
     sent: ClassVar[list[tuple[str, int]]] = []
+    bytes_per_s: ClassVar[float | None] = None
+    line: ClassVar = threading.Lock()
     extensions_map: ClassVar = {
         **http.server.SimpleHTTPRequestHandler.extensions_map,
         ".wasm": "application/wasm",
@@ -77,7 +79,18 @@ class _Host(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.pace(data)
+
+    def pace(self, data: bytes) -> None:
+        """Send a body, all connections together no faster than the limit."""
+        if self.bytes_per_s is None:
+            self.wfile.write(data)
+            return
+        time.sleep(LATENCY_S)
+        for start in range(0, len(data), CHUNK):
+            with self.line:
+                time.sleep(len(data[start : start + CHUNK]) / self.bytes_per_s)
+            self.wfile.write(data[start : start + CHUNK])
 
     def log_message(self, *words: object) -> None:
         """Write nothing."""
@@ -109,13 +122,10 @@ def until_answered(chromium: Browser, words: dict[str, str], limit_s: float = 12
         time.sleep(0.01)
 
 
-def first_answer(address: str, *, network: dict[str, float] | None = None) -> dict[str, Any]:
+def first_answer(address: str) -> dict[str, Any]:
     """Seconds from the navigation to the answer, in a browser of its own, whose cache is empty."""
     _Host.sent.clear()
     with browser() as chromium:
-        chromium.driver.execute_cdp_cmd("Network.enable", {})
-        if network is not None:
-            chromium.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {"offline": False, **network})
         began = time.monotonic()
         chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
         until_answered(chromium, USUAL)
@@ -185,8 +195,8 @@ def measure(cases: list[str], site: Path, number: int) -> dict[str, Any]:
                 samples["slow-cpu first"] = [first_answer(address) for _ in range(max(3, number // 2))]
                 samples["slow-cpu slider"] = moves(address, 5)
         if "slow-network" in cases:
-            network = {"latency": 40.0, "downloadThroughput": 10 * MEGABIT, "uploadThroughput": 10 * MEGABIT}
-            samples["slow-network first"] = [first_answer(address, network=network) for _ in range(max(3, number // 2))]
+            _Host.bytes_per_s = 10 * MEGABIT
+            samples["slow-network first"] = [first_answer(address) for _ in range(max(3, number // 2))]
     return samples
 
 

@@ -143,7 +143,11 @@ def navigation(docs: Path) -> list[object]:
             parts[bold[1]] = {}
         elif parts:
             parts[list(parts)[-1]] |= {link: label for _, label, link in LINK.findall(line) if "decisions" not in link}
-    listed = {name: [{label: link} for link, label in links.items()] for name, links in parts.items() if links}
+    listed = {
+        name: [{label[0].upper() + label[1:]: link} for link, label in links.items()]
+        for name, links in parts.items()
+        if links
+    }
     decisions = [
         "decisions/index.md",
         *(f"decisions/{path.name}" for path in sorted((docs / "decisions").glob("[0-9]*"))),

@@ -262,9 +262,9 @@ function valued(point, metric) {
   return { ...point, y: at(found, metric), text: text ?? "unknown", fits: found.fits, cell: [h("span", { class: "num", "data-path": `candidates.0.${metric}` }, text), found.fits === false ? ", does not fit" : ""] };
 }
 
-// Tokens a second and GPU beside those of the first point that is known: what the page works out itself.
+// Tokens a second and GPU beside those of the first point that fits: what the page works out itself.
 function efficiency(points) {
-  const all = points.map((point) => valued(point, "tokens_per_s_per_device")), first = all.find((point) => point.y);
+  const all = points.map((point) => valued(point, "tokens_per_s_per_device")), first = all.find((point) => point.y && point.fits) ?? all.find((point) => point.y);
   return all.map((point) => {
     if (!point.y) return point;
     const y = point.y / first.y, text = `${(100 * y).toFixed(0)}%`;
