@@ -77,6 +77,7 @@ class _Host(http.server.SimpleHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", self.guess_type(path))
         self.send_header("Content-Encoding", "gzip")
+        self.send_header("Last-Modified", self.date_time_string(int(os.path.getmtime(path))))  # or nothing is cached
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.pace(data)

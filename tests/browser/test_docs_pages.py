@@ -18,7 +18,7 @@ REASON = why_not() or why_no_site()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(300)]
 FIELDS = {"compile": "compiled", "any": "any_plan"}
 # page and the strategy that it must let readers try; "" is any
-TRIED = [("how-it-counts", ""), ("choosing-a-plan", "ddp"), ("choosing-a-plan", "zero2"),
+TRIED = [("how-it-counts", "fsdp"), ("choosing-a-plan", "ddp"), ("choosing-a-plan", "zero2"),
          ("choosing-a-plan", "fsdp+offload"), ("from-ddp-to-fsdp", ""), ("tensor-parallel", "fsdp+tp8"),
          ("pipeline-parallel", "fsdp+pp2"), ("lora", "fsdp+qlora"), ("scaling", ""), ("what-to-rent", "")]  # fmt: skip
 OUTSIDE = """

@@ -82,7 +82,8 @@ export function curve(points, { title, limit, limitText }) {
       chart.append(s("text", { class: "tick none", x: x(i), y: height - bottom - 8, "text-anchor": "middle" }, point.pending ? "…" : "–"));
       return;
     }
-    const over = limit && Math.abs(y(point.y) - y(limit)) < 22 && point.y <= limit;
+    const crowded = i % 2 === 1 && points.some((one) => one.text?.length > 7); // neighbours would lie over each other
+    const over = crowded || limit && Math.abs(y(point.y) - y(limit)) < 22 && point.y <= limit;
     chart.append(
       s("circle", { class: `point ${point.fits === false ? "no" : ""} ${point.here ? "here" : ""}`, cx: x(i), cy: y(point.y), r: point.here ? 6 : 4 }),
       s("text", { class: "value", x: x(i), y: y(point.y) + (over ? 20 : -11), "text-anchor": "middle" }, point.text));
