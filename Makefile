@@ -58,7 +58,7 @@ docs: $(TOOLS)   ## write docs/config.md from the schema of the config file, doc
 	$(BIN)/python -m tests.golden.test_config_page --write
 	$(BIN)/python -m tests.golden.test_lint_rules --write
 
-site: $(TOOLS)   ## the planner as a static page, build/site; needs npm and node, and what it downloads is pinned
+site: $(TOOLS)   ## the planner and the docs as static pages, build/site; needs npm and node, and what it downloads is pinned
 	$(BIN)/python -m shardwise.web.build_site -o build/site
 
 clean:           ## remove .venv and caches; runs are kept

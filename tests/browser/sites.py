@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import ClassVar
@@ -28,6 +29,7 @@ AXE = (
 def why_no_site() -> str | None:
     """What is missing to build the site; ``None`` where all is there."""
     missing = [name for name in ("npm", "node") if which(name) is None]
+    missing += [] if find_spec("material") else ["mkdocs-material (the extra dev)"]
     return f"needs {' and '.join(missing)} to build the site" if missing else None
 
 
