@@ -53,9 +53,7 @@ def build_docs(root: Path, output: Path) -> Path:
         (Path(made) / "mkdocs.yml").write_text(json.dumps(settings))
         command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--clean"]
         command += ["-f", str(Path(made) / "mkdocs.yml"), "-d", str(output.resolve())]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=WAIT_S, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     if "No module named mkdocs" in done.stderr:
         raise UserError("the documentation is built by mkdocs-material, which is not installed: make setup")
     if done.returncode:
