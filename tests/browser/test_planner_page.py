@@ -137,7 +137,7 @@ def random_question(dice: random.Random) -> dict[str, str]:
     return words
 
 
-@pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 def test_every_number_is_the_command_lines(page, number):
     dice, answered = random.Random(SEED), 0
     for _ in range(number):
