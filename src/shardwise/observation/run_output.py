@@ -65,7 +65,7 @@ def observed_loop(receipt: Receipt, ranks: Sequence[LoopFacts]) -> ObservedLoop:
             unknown[f"{noun}_per_s"] = _SHARED if shared else why
         else:
             rates[noun] = sum(known) / timing.step_s
-    unknown |= {"findings": why_nothing(timing)}
+    unknown |= {"findings": why_nothing(timing).removeprefix("no diagnosis: ")}
     return ObservedLoop(
         receipt=receipt,
         timing=timing.model_copy(update={"tokens_per_s": rates.get("tokens")}),

@@ -82,7 +82,8 @@ class StepClock:
         self._part, self._parts = "other", defaultdict[str, float](float)
         self._loading = self._operators = 0
         self._flights: list[_Flight] = []
-        self._tails: list[tuple[float, float]] = []
+        self._waits: list[tuple[str, float, float]] = []  # phase, and when it may begin and must end
+        self._entered: float | None = None
 
     def start(self, *, again: bool = False) -> None:
         """Begin the step; ``again`` with its first forward, where the one before was skipped."""
@@ -120,6 +121,16 @@ class StepClock:
             self._loading -= 1
             self.at(phase)
 
+    def enter_wrapper(self) -> None:
+        """Begin what DDP does before the forward of the model: it orders its buckets, and sends buffers."""
+        self._entered = self._since if self._running else None
+
+    def enter_model(self) -> None:
+        """End it."""
+        if self._running and self._entered is not None:
+            self._waits.append(("forward", self._entered, perf_counter()))
+        self._entered = None
+
     def begin_backward(self) -> None:
         """Begin a backward, and have its end seen: after its last gradient, and after what DDP does then."""
         self.at("backward")
@@ -133,7 +144,7 @@ class StepClock:
         def finished() -> None:
             self.at("other")
             if self._running:
-                self._tails.append((first[0], self._since))
+                self._waits.append(("backward", first[0], self._since))
 
         queue(gradients_ready)
 
@@ -169,8 +180,9 @@ class StepClock:
             unknown["data"] = _SKIPPED if self._restarted else _NO_LOADER
             parts["other"] += self._parts.get("data", 0.0)
         if isinstance(wrapper, DistributedDataParallel):
-            parts["exposed_dp"] = self._waited()
-            parts["backward"] -= parts["exposed_dp"]
+            waits = {phase: min(self._waited(phase), parts[phase]) for phase in ("forward", "backward")}
+            parts |= {phase: parts[phase] - waits[phase] for phase in waits}
+            parts["exposed_dp"] = sum(waits.values())
         elif dist.is_initialized() and dist.get_world_size() > 1:
             unknown["exposed_dp"] = _NOT_DDP
         if not self._on_host:
@@ -198,17 +210,15 @@ class StepClock:
             unknown["tokens"] = "the model's inputs are no token numbers by sample and position"
         return (None if "samples" in unknown else sum(rows)), (None if "tokens" in unknown else sum(tokens)), unknown
 
-    def _waited(self) -> float:
-        """Return the seconds from the last gradients of backwards until their collectives ended."""
+    def _waited(self, phase: str) -> float:
+        """Return the seconds in which a rank had nothing to do but to wait for collectives of ``phase``."""
         waited = 0.0
-        for first, last in self._tails:
-            ends = [
-                min(last, flight.ended or last)
-                for flight in self._flights
-                if flight.item.phase == "backward" and flight.began <= last and (flight.ended or last) > first
-            ]
-            waited += max(ends, default=first) - first
-        return min(waited, self._parts.get("backward", 0.0))
+        flights = [flight for flight in self._flights if flight.item.phase == phase]
+        for kind, first, last in self._waits:
+            if kind == phase:
+                ends = [min(one.ended, last) for one in flights if one.ended is not None and one.began <= last]
+                waited += max([first, *ends]) - first
+        return waited
 
     def _collectives(self) -> list[CollectiveTime]:
         rows: dict[tuple[str, str], list[_Flight]] = defaultdict(list)

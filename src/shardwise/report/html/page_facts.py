@@ -271,7 +271,8 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
         left = "is the first step" if timing.warm_up == 1 else f"are the first {timing.warm_up} steps"
         yield f"Left out {left}, in which things warm up."
     if timing.late_rank is not None and timing.world_size > 1:
-        yield f"Rank {timing.late_rank} came last most often: in {percent(timing.late_share)} of the steps."
+        often = "" if timing.steps == 1 else f" most often: in {percent(timing.late_share)} of the steps"
+        yield f"Rank {timing.late_rank} came last{often}."
     if timing.cpu_wait_s is not None:
         waited = timing.cpu_wait_s.mean_s
         share = f" ({percent(waited / timing.step_s)})" if timing.step_s else ""
