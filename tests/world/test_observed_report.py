@@ -84,8 +84,13 @@ class SlowAdamW(torch.optim.AdamW):
 def planted(folder: Path) -> Any:
     model = DDP(Waits(folder.parent))
     data = DataLoader(Slow(), batch_size=2)
-    number = itertools.count()
-    model.register_forward_pre_hook(lambda *_: (folder.parent / f"entered-{dist.get_rank()}-{next(number)}").touch())
+    entered, number = model._pre_forward, itertools.count()
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        (folder.parent / f"entered-{dist.get_rank()}-{next(number)}").touch()
+        return entered(*args, **kwargs)
+
+    model._pre_forward = enter  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def around(last: bool) -> Iterator[None]:
@@ -297,6 +302,32 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     (run / "observed.json").write_text('{"schema": 1}')
     refused = command("report", str(run), exit_code=2)
     assert "is not what shardwise.observe writes (receipt: Field required)" in " ".join(refused.stderr.split())
+
+
+class Masked(nn.Module):
+    """A model that is called as Hugging Face's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 2)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(input_ids) * attention_mask[..., None]
+        return found
+
+
+def test_tokens_are_those_that_the_mask_leaves(tmp_path: Path) -> None:
+    model = Masked()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardwise.observe(model, optimizer, output=tmp_path / "masked", on_receipt=lambda _: None):
+        for step in range(2):
+            for micro in range(2):
+                ids = torch.arange(8).roll(2 * step + micro).reshape(2, 4)
+                model(input_ids=ids, attention_mask=(ids < 5).long()).sum().backward()
+            optimizer.step()
+    found = read(tmp_path / "masked")
+    assert found.timing.tokens_per_s == pytest.approx(2 * 5 / found.timing.step_s)
+    assert found.samples_per_s == pytest.approx(2 * 2 / found.timing.step_s)
 
 
 def test_one_process_and_a_device_whose_clock_is_not_the_host(tmp_path: Path) -> None:

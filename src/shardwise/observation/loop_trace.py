@@ -96,7 +96,7 @@ class LoopTrace:
         inside = self.wrapper is not None and getattr(self.wrapper, "module", None) is self.root
         modules = [self.wrapper, self.root] if self.wrapper is not None and inside else [self.root]
         for module in modules:
-            enter = self._enter_root if module is self.root else self._enter_wrapper
+            enter = self._enter_root if module is self.root else self._enter
             self._hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
         for optimizer in self.optimizers:
@@ -181,11 +181,6 @@ class LoopTrace:
         recomputes = torch._C._current_graph_task_id() != -1
         self._running.append(torch.is_grad_enabled() and not recomputes)
         self._mark()
-
-    def _enter_wrapper(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._enter(module, args, kwargs)
-        if self.clock is not None:
-            self.clock.enter_wrapper()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, args, kwargs)

@@ -91,8 +91,8 @@ def _notes(times: Sequence[LoopTimes]) -> tuple[str, ...]:
         "rank's host.",
         f"Step 2 was recorded: each of its {counted(calls, 'operator')} passed through Python. The observer's own "
         f"work, up to {seconds_text(own)} on a rank, is left out; what PyTorch needs to call it is in the parts.",
-        "Tokens and samples are those of the model's inputs on all ranks, padding and all; an input that a rank "
-        "forwards twice counts once.",
+        "Tokens and samples are those of the model's inputs on all ranks, without the tokens that an attention_mask "
+        "leaves out; an input that a rank forwards twice counts once.",
     )
 
 

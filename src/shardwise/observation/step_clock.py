@@ -18,7 +18,8 @@ from shardwise.measure.collectives import Collective
 from shardwise.observation.loop_times import LoopTimes
 from shardwise.report.html.run_record import CollectiveTime
 
-_LOADER = "enumerate(DataLoader)"  # what PyTorch's loaders name their calls for the profiler
+_LOADER = "enumerate(DataLoader)"  # names of PyTorch's own for the profiler
+_DDP = "DistributedDataParallel.forward"
 _DEVICE = "kernels run after the calls that launch them, and the host's clock sees calls; it needs events of the device"
 _NO_LOADER = "no DataLoader of PyTorch was called in the step: what the loop does instead is in its own code"
 _SKIPPED = "the scaler skipped a step, and this one is timed from its first forward: what was before it is not seen"
@@ -107,9 +108,9 @@ class StepClock:
         self._part, self._since, self._own_before = part, now, self.own.seconds
 
     def see_operator(self, phase: str, name: str, args: Sequence[Any]) -> None:
-        """Follow the phases, and the calls of loaders, which enter and leave a range of the profiler."""
+        """Follow the phases, and the ranges of the profiler that loaders and DDP enter and leave."""
         self._operators += 1
-        if phase != self._part:
+        if phase != self._part and self._entered is None:
             self.at(phase)
         if name == "_record_function_enter_new":
             if self._loading:
@@ -117,16 +118,15 @@ class StepClock:
             elif str(args[0]).startswith(_LOADER):
                 self.at("data")
                 self._loading, self._loader = 1, True
+            elif args[0] == _DDP and torch.is_grad_enabled():  # it orders its buckets, and sends buffers, first
+                self.at("forward")
+                self._entered = self._since
         elif name == "_record_function_exit" and self._loading:
             self._loading -= 1
             self.at(phase)
 
-    def enter_wrapper(self) -> None:
-        """Begin what DDP does before the forward of the model: it orders its buckets, and sends buffers."""
-        self._entered = self._since if self._running else None
-
     def enter_model(self) -> None:
-        """End it."""
+        """End what DDP does before the forward of the model."""
         if self._running and self._entered is not None:
             self._waits.append(("forward", self._entered, perf_counter()))
         self._entered = None
@@ -166,8 +166,11 @@ class StepClock:
         text = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not (ids.is_floating_point() or ids.is_complex())
         text = text and any(isinstance(part, nn.Embedding) for part in self._root.modules())
         rows = ids if text else tensors[0] if tensors else None
+        mask, tokens = kwargs.get("attention_mask"), ids.numel() if text else None
+        if text and isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+            tokens = int(mask.sum())
         for digest in digests:
-            self._inputs[digest] = None if rows is None else rows.shape[0], ids.numel() if text else None
+            self._inputs[digest] = None if rows is None else rows.shape[0], tokens
 
     def times(self, samples: Sequence[str], wrapper: nn.Module | None) -> LoopTimes:
         """Return the times of the step; ``samples`` are the checksums of the inputs that it trained on."""
