@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 from shardwise.measure import state
 from shardwise.measure.collectives import OTHER, CollectiveRecorder
 from shardwise.model.read import dtype_name
+from shardwise.observation.step_clock import StepClock
 from shardwise.receipts.lines.sample_lines import tensor_bytes
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
@@ -23,17 +26,34 @@ _REDUCTIONS = {"all_reduce", "reduce_scatter"}
 
 
 class _Dispatches(CollectiveRecorder):
-    """Collective recorder that also calls ``on_operator`` before each operator, with its phase."""
+    """Collective recorder that also calls ``on_operator`` before each operator, with its phase, and tells ``clock``."""
 
-    def __init__(self, phase: Callable[[], str], on_operator: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, phase: Callable[[], str], on_operator: Callable[[str, str], None], clock: StepClock | None
+    ) -> None:
         super().__init__(phase, lambda name, ranks: OTHER)
-        self._on_operator = on_operator
+        self._on_operator, self._clock = on_operator, clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = getattr(func, "_overloadpacket", None)
         if packet is not None:
+            clock = self._clock
+            if clock is not None:
+                return self._timed(clock, packet.__name__, func, types, args, kwargs)
             self._on_operator(self._phase(), packet.__name__)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _timed(self, clock: StepClock, name: str, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with clock.own:
+            phase, recorded = self._phase(), len(self.collectives)
+            self._on_operator(phase, name)
+            clock.see_operator(phase, name, args)
+        began = perf_counter()
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.collectives) > recorded:
+            with clock.own:
+                clock.launch(self.collectives[-1], began, made)
+        return made
 
 
 class LoopTrace:
@@ -42,8 +62,15 @@ class LoopTrace:
     Phases: ``forward`` (of the model, with gradients), ``backward``, ``optimizer``, and ``other``, the loop's own code.
     """
 
-    def __init__(self, root: nn.Module, wrapper: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        self.root, self.wrapper, self.optimizers = root, wrapper, optimizers
+    def __init__(
+        self,
+        root: nn.Module,
+        wrapper: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        clock: StepClock | None = None,
+    ) -> None:
+        self.root, self.wrapper, self.optimizers, self.clock = root, wrapper, optimizers, clock
+        self._own: contextlib.AbstractContextManager[None] = contextlib.nullcontext() if clock is None else clock.own
         self.samples: list[str] = []
         self.marks: list[int] = []  # per backward: how many collectives were recorded before it
         self.ends: list[int] = []  # and after it
@@ -78,13 +105,17 @@ class LoopTrace:
 
     def start(self) -> None:
         """Begin to record every operator."""
-        self._recorder = _Dispatches(self._phase, self._on_operator)
+        self._recorder = _Dispatches(self._phase, self._on_operator, self.clock)
         self._recorder.__enter__()
         self._recording = True
         self.samples = []
+        if self.clock is not None:
+            self.clock.start()
 
     def stop(self, running: Any = None) -> None:
         """Remove every hook and the recorder; the records stay. ``running`` is the optimizer's hook that calls this."""
+        if self.clock is not None:
+            self.clock.stop()
         remove_hooks(self._hooks, self.root, running)
         self._hooks = []
         if self._recording:
@@ -114,6 +145,10 @@ class LoopTrace:
             return "forward"  # also of `autograd.grad` in it
         return "backward" if torch._C._current_graph_task_id() != -1 else "other"
 
+    def _mark(self) -> None:
+        if self.clock is not None:
+            self.clock.at(self._phase())
+
     def _on_operator(self, phase: str, name: str) -> None:
         if phase == "backward":
             if not self._in_backward:
@@ -133,6 +168,8 @@ class LoopTrace:
     def _begin_backward(self) -> None:
         self._in_backward, self._refused = True, False
         self.marks.append(len(self.recorder.collectives))
+        if self.clock is not None:
+            self.clock.begin_backward()
 
     def _finish_backward(self) -> None:
         self._in_backward = False
@@ -143,9 +180,16 @@ class LoopTrace:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recomputes = torch._C._current_graph_task_id() != -1
         self._running.append(torch.is_grad_enabled() and not recomputes)
+        self._mark()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, args, kwargs)
+        if self.clock is not None:
+            self.clock.enter_model()
+        with self._own:
+            self._see_inputs(module, args, kwargs)
+
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running[-1] or not self._trains(module):
             return
         active = DistributedDataParallel._get_active_ddp_module()
@@ -157,7 +201,10 @@ class LoopTrace:
         if isinstance(self.wrapper, DistributedDataParallel) and self.wrapper.module is module:
             self.bypassed += active is not self.wrapper
         with _disable_current_modes():
-            self.samples += _digests(args, kwargs)
+            digests = _digests(args, kwargs)
+            self.samples += digests
+            if self.clock is not None:
+                self.clock.see_inputs(digests, args, kwargs)
         if self.training is None:
             self.training = module.training
             self.quiet = tuple(name for name, part in random_modules(module) if not part.training)
@@ -172,6 +219,7 @@ class LoopTrace:
     def _leave(self, *_: Any) -> None:
         if self._running:
             self._running.pop()
+            self._mark()
 
     def _has_gradient(self) -> bool:
         """Return whether a gradient of this step exists; FSDP2 and engines keep unreduced ones elsewhere."""
@@ -183,6 +231,9 @@ class LoopTrace:
         self.recorder.collectives.clear()
         self.samples, self.marks, self.ends = [], [], []
         self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
+        if self.clock is not None:
+            self.clock.start(again=True)
+            self._mark()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients; those of a closure after it has run, within the step."""
@@ -190,18 +241,19 @@ class LoopTrace:
 
     def _set_stepping(self, stepping: bool) -> None:
         self._stepping = stepping
+        self._mark()
 
     def _see_gradients(self) -> None:
         if self._recorder is None:
             return
-        if self._in_backward:
-            self._finish_backward()
-        with _disable_current_modes(), torch.no_grad():
+        with self._own, _disable_current_modes(), torch.no_grad():
+            if self._in_backward:
+                self._finish_backward()
             self.norms |= gradient_norms(self.root)
             self.gradient_dtypes |= {dtype_name(g.dtype) for g in state.gradients(self.root)}
 
     def _after_step(self, *_: Any) -> None:
-        self._stepping = False
+        self._set_stepping(False)
 
     @property
     def norm_step(self) -> float | None:

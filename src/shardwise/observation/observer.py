@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,8 @@ from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.observation.loop_trace import LoopTrace, remove_hooks
+from shardwise.observation.run_output import checked_folder, write_observed
+from shardwise.observation.step_clock import StepClock
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
@@ -47,13 +50,17 @@ class LoopObserver:
         expected: Expectation,
         on_receipt: Callable[[Receipt], None],
         on_difference: OnDifference,
+        output: Path | None = None,
     ) -> None:
         self.receipt: Receipt | None = None
         self.expected = expected
         root, wrapper = innermost(model)
         self._ranks = control_group()
         self._tied = tied_groups(root)
-        self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
+        self._trace: LoopTrace | None = LoopTrace(
+            root, wrapper, optimizers, None if output is None else StepClock(root)
+        )
+        self._output = output
         self._on_receipt, self._on_difference = on_receipt, on_difference
         self._steps = self._forwards = 0
         self._earlier: list[str] = []
@@ -129,7 +136,10 @@ class LoopObserver:
     def _judge(self, trace: LoopTrace) -> Receipt | None:
         """Return the receipt of all ranks; ``None`` where a rank's facts cannot be read, which does not stop a run."""
         try:
-            text = collect(trace, self._earlier, self._tied).model_dump_json()
+            facts = collect(trace, self._earlier, self._tied)
+            if trace.clock is not None:
+                facts = facts.model_copy(update={"times": trace.clock.times(trace.samples, trace.wrapper)})
+            text = facts.model_dump_json()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         texts = [text]
@@ -145,7 +155,19 @@ class LoopObserver:
             if self._is_main:
                 _LOG.warning(f"observe: no receipt, as facts of the loop cannot be read: {failed[0]}")
             return None
-        return loop_receipt(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
+        ranks = [LoopFacts.model_validate_json(text) for text in texts]
+        receipt = loop_receipt(self.expected, ranks)
+        if self._output is not None and self._is_main:
+            self._write(self._output, receipt, ranks)
+        return receipt
+
+    def _write(self, output: Path, receipt: Receipt, ranks: Sequence[LoopFacts]) -> None:
+        """Write the run folder; a run goes on without one."""
+        try:
+            write_observed(output, receipt, ranks)
+        except Exception as error:  # a defect of the report must not end the loop
+            kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
+            _LOG.warning(f"observe: no report: {kind}{error}")
 
 
 def observe(
@@ -160,6 +182,7 @@ def observe(
     tied: Sequence[Sequence[str]] = (),
     on_difference: OnDifference = "report",
     on_receipt: Callable[[Receipt], None] | None = None,
+    output: str | Path | None = None,
 ) -> LoopObserver:
     """Observe two optimizer steps of any training loop, print a receipt on rank 0, and detach.
 
@@ -180,6 +203,7 @@ def observe(
         tied: groups of names that are one parameter.
         on_difference: ``report``, or ``error`` to raise on every rank if a line is false.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
+        output: folder for the receipt and the times of the second step, which ``shardwise report`` renders.
 
     Raises:
         UserError: a setting is impossible.
@@ -204,7 +228,8 @@ def observe(
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
-    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference)
+    folder = None if output is None else checked_folder(output)
+    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference, folder)
 
 
 def print_after_output(receipt: Receipt) -> None:
