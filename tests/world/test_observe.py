@@ -695,7 +695,7 @@ def trained(kind: str, *, observed: bool) -> list[torch.Tensor]:
     before, kept = hooks_of(model, optimizer), []
     observer = shardwise.observe(model, optimizer, on_receipt=lambda _: None) if observed else None
     assert (hooks_of(model, optimizer) > before) == observed
-    for index, (inputs, labels) in enumerate(batches(8)):
+    for index, (inputs, labels) in enumerate(batches(16)):
         loss_of(model(inputs), labels).backward()
         if index % 2:
             clip(model)()

@@ -25,7 +25,7 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         on_difference: ``report``, or ``error`` to end the training on every rank, after step 2, if a line is false.
         expect: what was meant, in place of the Trainer's strategy and precision; see `shardwise.observe`.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
-        output: folder for the receipt and the times of step 2, which ``shardwise report`` renders.
+        output: folder for the receipt and the times of steps, which ``shardwise report`` renders; see `observe`.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         Raises:
             ReceiptError: a line of the receipt is false.
         """
-        if self._on_difference == "error" and self.receipt is not None:
+        if self._on_difference == "error" and self.receipt is not None and not self.receipt.ok:
+            self._detach()
             self.receipt.require()
 
     def on_exception(self, *_: Any) -> None:

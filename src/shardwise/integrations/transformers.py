@@ -29,7 +29,7 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         on_difference: ``report``, or ``error`` to end the training on every rank, after step 2, if a line is false.
         expect: what was meant, in place of the ``TrainingArguments``; see `shardwise.observe`.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
-        output: folder for the receipt and the times of step 2, which ``shardwise report`` renders.
+        output: folder for the receipt and the times of steps, which ``shardwise report`` renders; see `observe`.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Raises:
             ReceiptError: a line of the receipt is false.
         """
-        if self._on_difference == "error" and self.receipt is not None:
+        if self._on_difference == "error" and self.receipt is not None and not self.receipt.ok:
+            self._detach()
             self.receipt.require()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

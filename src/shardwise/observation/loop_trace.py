@@ -23,6 +23,7 @@ from shardwise.receipts.lines.sample_lines import tensor_bytes
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
 _REDUCTIONS = {"all_reduce", "reduce_scatter"}
+_ORDINARY: dict[Any, bool] = {}  # by operator: whether nothing but its phase matters
 
 
 class _Dispatches(CollectiveRecorder):
@@ -33,14 +34,24 @@ class _Dispatches(CollectiveRecorder):
     ) -> None:
         super().__init__(phase, lambda name, ranks: OTHER)
         self._on_operator, self._clock = on_operator, clock
+        self._seen = ""  # phase of the operator before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = getattr(func, "_overloadpacket", None)
-        if packet is not None:
-            clock = self._clock
-            if clock is not None:
-                return self._timed(clock, packet.__name__, func, types, args, kwargs)
-            self._on_operator(self._phase(), packet.__name__)
+        ordinary = _ORDINARY.get(func)
+        if ordinary is None:
+            packet = getattr(func, "_overloadpacket", None)
+            if packet is None:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            ordinary = _ORDINARY[func] = func.namespace == "aten" and packet.__name__ not in _PRODUCTS
+        clock, phase = self._clock, self._phase()
+        if clock is not None:
+            clock.count()
+        if ordinary and phase == self._seen and (clock is None or clock.part == phase):
+            return func(*args, **(kwargs or {}))
+        self._seen, name = phase, func._overloadpacket.__name__
+        if clock is not None:
+            return self._timed(clock, name, func, types, args, kwargs)
+        self._on_operator(phase, name)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _timed(self, clock: StepClock, name: str, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -81,7 +92,7 @@ class LoopTrace:
         self.norm_backward: float | None = None
         self.gradient_dtypes: set[str] = set()
         self._recorder: _Dispatches | None = None
-        self._recording = self._in_backward = self._stepping = self._refused = False
+        self._recording = self._in_backward = self._stepping = self._refused = self._times_only = False
         self._running: list[bool] = []  # with gradients, per nested forward
         self._hooks: list[Any] = []
 
@@ -103,8 +114,10 @@ class LoopTrace:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
-    def start(self) -> None:
-        """Begin to record every operator."""
+    def start(self, *, times_only: bool = False) -> None:
+        """Begin to record every operator; ``times_only`` leaves gradients alone."""
+        self._times_only = times_only
+        self.marks, self.ends, self._in_backward = [], [], False
         self._recorder = _Dispatches(self._phase, self._on_operator, self.clock)
         self._recorder.__enter__()
         self._recording = True
@@ -112,15 +125,19 @@ class LoopTrace:
         if self.clock is not None:
             self.clock.start()
 
-    def stop(self, running: Any = None) -> None:
-        """Remove every hook and the recorder; the records stay. ``running`` is the optimizer's hook that calls this."""
+    def pause(self) -> None:
+        """Remove the recorder; the records and the hooks stay."""
         if self.clock is not None:
             self.clock.stop()
-        remove_hooks(self._hooks, self.root, running)
-        self._hooks = []
         if self._recording:
             _remove_mode(self.recorder)
         self._recording = False
+
+    def stop(self, running: Any = None) -> None:
+        """Remove every hook, too. ``running`` is the optimizer's hook that calls this."""
+        self.pause()
+        remove_hooks(self._hooks, self.root, running)
+        self._hooks = []
 
     def backward_elements(self) -> list[int]:
         """Count the gradient elements reduced in each backward."""
@@ -174,6 +191,8 @@ class LoopTrace:
     def _finish_backward(self) -> None:
         self._in_backward = False
         self.ends.append(len(self.recorder.collectives))
+        if self._times_only:
+            return
         with _disable_current_modes(), torch.no_grad():
             self.norm_backward = _total(list(gradient_norms(self.root).values()))
 
@@ -244,7 +263,7 @@ class LoopTrace:
         self._mark()
 
     def _see_gradients(self) -> None:
-        if self._recorder is None:
+        if self._recorder is None or self._times_only:
             return
         with self._own, _disable_current_modes(), torch.no_grad():
             if self._in_backward:

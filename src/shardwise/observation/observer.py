@@ -24,8 +24,9 @@ from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.observation.loop_trace import LoopTrace, remove_hooks
-from shardwise.observation.run_output import checked_folder, write_observed
+from shardwise.observation.run_output import checked_folder
 from shardwise.observation.step_clock import StepClock
+from shardwise.observation.timed_steps import TimedSteps
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
@@ -39,8 +40,8 @@ _PATIENCE_S = 300.0  # for a rank that does not come to the second step
 class LoopObserver:
     """Observer of a loop; ``receipt`` is there after the second optimizer step, ``None`` before.
 
-    As a context manager, or until `detach`, which it calls itself with the receipt, or after 1,000 forwards without the
-    step that is awaited.
+    As a context manager, or until `detach`, which it calls itself with the receipt, or five steps later with a run
+    folder, or after 1,000 forwards without the step that is awaited.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class LoopObserver:
         self._trace: LoopTrace | None = LoopTrace(
             root, wrapper, optimizers, None if output is None else StepClock(root)
         )
-        self._output = output
+        self._timed = None if output is None else TimedSteps(output, self._ranks)
         self._on_receipt, self._on_difference = on_receipt, on_difference
         self._steps = self._forwards = 0
         self._earlier: list[str] = []
@@ -97,7 +98,12 @@ class LoopObserver:
         self._forwards += 1
         if self._forwards <= _MOST_FORWARDS:
             return
-        if self._is_main:
+        if self._is_main and self.receipt is not None:
+            _LOG.warning(
+                f"observe: the report has step {_OBSERVED_STEP} alone, as step {self._steps + 1} did not come in "
+                f"{_MOST_FORWARDS} forwards of the model"
+            )
+        elif self._is_main:
             _LOG.warning(
                 f"observe: no receipt, as step {self._steps + 1} of {type(self._trace.optimizers[-1]).__name__} did "
                 f"not come in {_MOST_FORWARDS} forwards of the model, and step {_OBSERVED_STEP} has the receipt; give "
@@ -116,18 +122,44 @@ class LoopObserver:
             trace.training = None
             trace.start()
             return
-        trace.stop(self._hooks[-1])
+        running = self._hooks[-1]
+        trace.pause()
+        if self.receipt is not None:
+            self._add_step(trace, running)
+            return
         try:
             with _disable_current_modes(), torch.no_grad():
                 self.receipt = self._judge(trace)
         finally:
-            self._end(self._hooks[-1])
-        if self.receipt is None:
+            if self.receipt is None or self._timed is None:
+                self._end(running)
+        if self.receipt is not None:
+            self._tell(self.receipt, running)
+        if self._trace is not None:
+            trace.start(times_only=True)
+
+    def _tell(self, receipt: Receipt, running: Any) -> None:
+        try:
+            if self._is_main:
+                self._on_receipt(receipt)
+            if self._on_difference == "error":
+                receipt.require()
+        except BaseException:
+            self._end(running)
+            raise
+
+    def _add_step(self, trace: LoopTrace, running: Any) -> None:
+        """Keep the times of a step after the receipt; the last of them writes the report."""
+        timed, clock = self._timed, trace.clock
+        assert timed is not None and clock is not None
+        if not timed.add(clock.times(trace.samples, trace.wrapper)):
+            trace.start(times_only=True)
             return
-        if self._is_main:
-            self._on_receipt(self.receipt)
-        if self._on_difference == "error":
-            self.receipt.require()
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                timed.finish(_PATIENCE_S)
+        finally:
+            self._end(running)
 
     @property
     def _is_main(self) -> bool:
@@ -157,17 +189,9 @@ class LoopObserver:
             return None
         ranks = [LoopFacts.model_validate_json(text) for text in texts]
         receipt = loop_receipt(self.expected, ranks)
-        if self._output is not None and self._is_main:
-            self._write(self._output, receipt, ranks)
+        if self._timed is not None:
+            self._timed.begin(receipt, ranks)
         return receipt
-
-    def _write(self, output: Path, receipt: Receipt, ranks: Sequence[LoopFacts]) -> None:
-        """Write the run folder; a run goes on without one."""
-        try:
-            write_observed(output, receipt, ranks)
-        except Exception as error:  # a defect of the report must not end the loop
-            kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
-            _LOG.warning(f"observe: no report: {kind}{error}")
 
 
 def observe(
@@ -186,6 +210,8 @@ def observe(
 ) -> LoopObserver:
     """Observe two optimizer steps of any training loop, print a receipt on rank 0, and detach.
 
+    With ``output`` it times five more steps first.
+
     Call it on every rank, after the model is wrapped and before the first step. Hooks read; they change nothing.
     Use it in a ``with`` where the loop may end or fail before its second step: what records operators stays on the
     thread otherwise, for up to 1,000 forwards of the model.
@@ -203,7 +229,8 @@ def observe(
         tied: groups of names that are one parameter.
         on_difference: ``report``, or ``error`` to raise on every rank if a line is false.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
-        output: folder for the receipt and the times of the second step, which ``shardwise report`` renders.
+        output: folder for the receipt and the times of the second step, then of the five steps after it, which
+            ``shardwise report`` renders.
 
     Raises:
         UserError: a setting is impossible.

@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from shardwise.measure.collectives import Collective
+from shardwise.measure.step_time.attribution import CpuWait
 from shardwise.observation.loop_times import LoopTimes
 from shardwise.report.html.run_record import CollectiveTime
 
 _LOADER = "enumerate(DataLoader)"  # names of PyTorch's own for the profiler
+_IN_PROCESS = "_SingleProcessDataLoaderIter"
 _DDP = "DistributedDataParallel.forward"
 _DEVICE = "kernels run after the calls that launch them, and the host's clock sees calls; it needs events of the device"
 _NO_LOADER = "no DataLoader of PyTorch was called in the step: what the loop does instead is in its own code"
@@ -48,17 +50,26 @@ class _Own:
         if not self.depth:
             self.seconds += perf_counter() - self.began
 
+    def outside(self) -> float:
+        """Return the time by a clock that stands still during this work."""
+        return (self.began if self.depth else perf_counter()) - self.seconds
+
 
 class _Flight:
-    """Collective from its call to its end; ``ended`` is ``None`` where its end is not seen."""
+    """Collective from its call to its end; ``ended`` is ``None`` where its end is not seen.
 
-    def __init__(self, item: Collective, began: float) -> None:
-        self.item, self.began = item, began
+    ``launched`` and ``landed`` are the same by the clock of `_Own.outside`.
+    """
+
+    def __init__(self, item: Collective, began: float, own: _Own) -> None:
+        self.item, self.began, self._own = item, began, own
+        self.launched = began - own.seconds
         self.ended: float | None = None
+        self.landed: float | None = None
 
     def land(self, _: Any) -> None:
         """Take the time, on the thread that ended it."""
-        self.ended = perf_counter()
+        self.landed, self.ended = self._own.outside(), perf_counter()
 
 
 class StepClock:
@@ -72,14 +83,17 @@ class StepClock:
         self._root = root
         self._on_host = all(p.device.type == "cpu" for p in root.parameters())
         self._running = False
+        self._cores = CpuWait()
         self._inputs: dict[str, tuple[int | None, int | None]] = {}
         self._reset()
 
     def _reset(self) -> None:
-        self._began = self._since = self._ended = perf_counter()
-        self.own.seconds = self._own_before = 0.0
-        self.own.began = self._began
+        self.own.seconds, self.own.began = 0.0, perf_counter()
+        self._began = self._since = self._ended = self.own.outside()
         self._loader = self._restarted = False
+        self._workers: int | None = None
+        self._cores.interval()
+        self._without_core = -1
         self._part, self._parts = "other", defaultdict[str, float](float)
         self._loading = self._operators = 0
         self._flights: list[_Flight] = []
@@ -97,19 +111,28 @@ class StepClock:
             self._loading = 0
             self.at("other")
             self._ended = self._since
+            self._without_core = self._cores.interval()
         self._running = False
+
+    @property
+    def part(self) -> str:
+        """Part that the time now counts as."""
+        return self._part
 
     def at(self, part: str) -> None:
         """Count the time until now to the part so far, and from now on to ``part``."""
         if not self._running or self._loading:
             return
-        now = self.own.began if self.own.depth else perf_counter()
-        self._parts[self._part] += now - self._since - (self.own.seconds - self._own_before)
-        self._part, self._since, self._own_before = part, now, self.own.seconds
+        now = self.own.outside()
+        self._parts[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    def count(self) -> None:
+        """Count an operator."""
+        self._operators += 1
 
     def see_operator(self, phase: str, name: str, args: Sequence[Any]) -> None:
         """Follow the phases, and the ranges of the profiler that loaders and DDP enter and leave."""
-        self._operators += 1
         if phase != self._part and self._entered is None:
             self.at(phase)
         if name == "_record_function_enter_new":
@@ -118,6 +141,7 @@ class StepClock:
             elif str(args[0]).startswith(_LOADER):
                 self.at("data")
                 self._loading, self._loader = 1, True
+                self._workers = 0 if _IN_PROCESS in args[0] else None
             elif args[0] == _DDP and torch.is_grad_enabled():  # it orders its buckets, and sends buffers, first
                 self.at("forward")
                 self._entered = self._since
@@ -128,7 +152,7 @@ class StepClock:
     def enter_model(self) -> None:
         """End what DDP does before the forward of the model."""
         if self._running and self._entered is not None:
-            self._waits.append(("forward", self._entered, perf_counter()))
+            self._waits.append(("forward", self._entered, self.own.outside()))
         self._entered = None
 
     def begin_backward(self) -> None:
@@ -138,7 +162,7 @@ class StepClock:
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def gradients_ready() -> None:
-            first.append(perf_counter())
+            first.append(self.own.outside())
             queue(finished)  # behind the callbacks that others have queued
 
         def finished() -> None:
@@ -150,7 +174,7 @@ class StepClock:
 
     def launch(self, item: Collective, began: float, made: Any) -> None:
         """Follow a collective by the work that its operator returned."""
-        flight = _Flight(item, began)
+        flight = _Flight(item, began, self.own)
         self._flights.append(flight)
         boxed = [leaf for leaf in _pytree.tree_leaves(made) if isinstance(leaf, torch.ScriptObject)]
         if boxed and self._on_host:
@@ -177,26 +201,34 @@ class StepClock:
         rows, tokens, unknown = self._sizes(samples)
         parts = {name: self._parts.get(name, 0.0) for name in ("forward", "backward", "optimizer", "other")}
         unknown |= _INSIDE
+        waits = self._waited()
+        early = [(seconds, reduces) for phase, seconds, reduces in waits if phase == "backward"][:-1]
         if self._loader and not self._restarted:
             parts["data"] = self._parts["data"]
         else:
             unknown["data"] = _SKIPPED if self._restarted else _NO_LOADER
             parts["other"] += self._parts.get("data", 0.0)
         if isinstance(wrapper, DistributedDataParallel):
-            waits = {phase: min(self._waited(phase), parts[phase]) for phase in ("forward", "backward")}
-            parts |= {phase: parts[phase] - waits[phase] for phase in waits}
-            parts["exposed_dp"] = sum(waits.values())
+            parts["exposed_dp"] = 0.0
+            for phase, seconds, _ in waits:
+                parts[phase] -= seconds
+                parts["exposed_dp"] += seconds
         elif dist.is_initialized() and dist.get_world_size() > 1:
             unknown["exposed_dp"] = _NOT_DDP
         if not self._on_host:
             unknown |= dict.fromkeys((*parts, *_INSIDE, "exposed_dp", "data"), _DEVICE)
             parts = {}
         return LoopTimes(
-            step_s=self._ended - self._began - self.own.seconds,
+            step_s=self._ended - self._began,
             own_s=self.own.seconds,
             operators=self._operators,
             parts=parts,
             collectives=tuple(self._collectives()),
+            early_reduce_s=sum(seconds for seconds, _ in early) if "exposed_dp" in parts else None,
+            early_reduces=sum(reduces for _, reduces in early),
+            cpu_wait_s=None if self._without_core < 0 else self._without_core / 1e9,
+            loader_workers=self._workers,
+            restarted=self._restarted,
             samples=rows,
             tokens=tokens,
             unknown=unknown,
@@ -213,15 +245,15 @@ class StepClock:
             unknown["tokens"] = "the model's inputs are no token numbers by sample and position"
         return (None if "samples" in unknown else sum(rows)), (None if "tokens" in unknown else sum(tokens)), unknown
 
-    def _waited(self, phase: str) -> float:
-        """Return the seconds in which a rank had nothing to do but to wait for collectives of ``phase``."""
-        waited = 0.0
-        flights = [flight for flight in self._flights if flight.item.phase == phase]
-        for kind, first, last in self._waits:
-            if kind == phase:
-                ends = [min(one.ended, last) for one in flights if one.ended is not None and one.began <= last]
-                waited += max([first, *ends]) - first
-        return waited
+    def _waited(self) -> list[tuple[str, float, bool]]:
+        """Return each place where this rank had nothing to do but to wait for collectives: phase, seconds, any sent."""
+        found, before = [], self._began
+        for phase, first, last in self._waits:
+            flights = [one for one in self._flights if one.item.phase == phase and before <= one.launched <= last]
+            ends = [min(one.landed, last) for one in flights if one.landed is not None]
+            found.append((phase, max([first, *ends]) - first, bool(flights)))
+            before = last
+        return found
 
     def _collectives(self) -> list[CollectiveTime]:
         rows: dict[tuple[str, str], list[_Flight]] = defaultdict(list)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwise.diagnosis.finding import Finding
 from shardwise.errors import UserError
 from shardwise.measure.step_time.timing import Timing
 from shardwise.receipts.receipt import Receipt
-from shardwise.report.html.run_folder import made_by
+from shardwise.report.html.run_folder import made_by, read_run
 from shardwise.report.html.run_record import BenchSamples, CollectiveTime, Figures, RunRecord
 from shardwise.train.run_files import RunFile
 
-STEPS = 2
-"""Optimizer steps of an observation: the first warms up, and the second is recorded."""
 _NAMES = {"tokens_per_s": "tokens a second", "samples_per_s": "samples a second", "findings": "diagnosis"}
 _UNSEEN = {
     "loss, learning rate and tokens of the whole run": "the loop logs them where it logs them",
@@ -26,7 +26,10 @@ _UNSEEN = {
 
 
 class ObservedLoop(BaseModel):
-    """Document ``observed.json``. ``unknown`` says why a value is ``None``; of parts of the step ``timing`` does."""
+    """Document ``observed.json``. ``unknown`` says why a value is ``None``; of parts of the step ``timing`` does.
+
+    ``not_judged`` says of each kind of finding that is not looked for why it is not.
+    """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
@@ -34,10 +37,21 @@ class ObservedLoop(BaseModel):
     receipt: Receipt
     timing: Timing
     samples_per_s: float | None = None
+    findings: tuple[Finding, ...] | None = None
+    not_judged: dict[str, str] = {}
     collectives: tuple[CollectiveTime, ...] = ()
     environment: dict[str, str] = {}
     unknown: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+
+
+def read_folder(
+    folder: Path, *, scaling: BenchSamples | None = None, links: BenchSamples | None = None, ended: bool = False
+) -> RunRecord:
+    """Read a run, or the observation of a loop: see `read_run` and `read_observed`."""
+    if (folder / RunFile.OBSERVED).exists():
+        return read_observed(folder, scaling=scaling, links=links)
+    return read_run(folder, scaling=scaling, links=links, ended=ended)
 
 
 def read_observed(folder: Path, *, scaling: BenchSamples | None = None, links: BenchSamples | None = None) -> RunRecord:
@@ -58,22 +72,27 @@ def read_observed(folder: Path, *, scaling: BenchSamples | None = None, links: B
             f"'{path}' is not what shardwise.observe writes ({where}: {first['msg']}); observe again"
         ) from None
     timing, by_tokens = found.timing, found.timing.tokens_per_s is not None
+    steps = timing.warm_up + timing.steps
     unknown = [f"{_NAMES.get(name, name)}: {why}" for name, why in found.unknown.items()]
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for kind, why in found.not_judged.items():
+        kinds[why].append(kind.replace("-", " "))
+    unknown += [f"diagnosis of {', '.join(names)}: {why}" for why, names in kinds.items()]
     return RunRecord(
         name=folder.resolve().name,
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         made_by=made_by(),
         state="unknown",
-        state_text=f"the first {STEPS} steps of a loop were observed; what became of it is not known here",
+        state_text=f"the first {steps} steps of a loop were observed; what became of it is not known here",
         missing=(*unknown, *(f"{name}: {why}" for name, why in _UNSEEN.items())),
         figures=Figures(
-            steps=STEPS,
-            step_s=timing.step_s,
+            steps=steps,
+            step_s=timing.median_step_s,
             tokens_per_s=timing.tokens_per_s,
             samples_per_s=None if by_tokens else found.samples_per_s,
         ),
         timing=timing,
-        findings=(),
+        findings=found.findings,
         receipts={found.receipt.title: found.receipt},
         environment=found.environment,
         collectives=found.collectives,

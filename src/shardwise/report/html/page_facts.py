@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.weight import HINT
+from shardwise.diagnosis.weight import HINT, MIN_STEPS
 from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import BETWEEN, Timing
 from shardwise.measure.utilisation import utilisation_lines
@@ -87,9 +87,11 @@ def _costs(finding: Finding) -> list[str]:
 
 def _why_no_verdict(record: RunRecord) -> str:
     """Explain why there are no findings: not computed, or too little data."""
-    if record.findings is None:
-        return "no diagnosis was made for this run"
     steps = record.figures.steps if record.timing is None else record.timing.steps
+    if record.findings is None and (record.timing is None or steps >= MIN_STEPS):
+        return "no diagnosis was made for this run"
+    if record.timing is not None and steps >= MIN_STEPS:
+        return "no cause that is seen here takes 5 % of a step; what is not judged is listed below"
     return f"{steps} {'step is' if steps == 1 else 'steps are'} too few to judge what this run loses time to"
 
 
