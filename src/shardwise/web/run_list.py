@@ -1,4 +1,4 @@
-"""Runs and observed loops below a root folder: found without following links, read only where files are plain and small.
+"""Runs and observed loops below a root: found without following links, read only where files are plain and small.
 
 A run is addressed by a key made from its path, which is looked up among those found; no path comes from a request.
 """
