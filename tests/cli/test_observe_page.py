@@ -20,6 +20,7 @@ SCRIPTS = {
     "trainer.md": ("trainer.py",),
     "accelerate.md": ("accelerated.py",),
     "lightning.md": ("fit.py",),
+    "fabric.md": ("fabric_loop.py",),
     "deepspeed-engine.md": ("engine.py",),
 }
 CASES = [(page, number) for page, names in SCRIPTS.items() for number in range(len(names))]
