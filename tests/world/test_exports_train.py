@@ -29,9 +29,9 @@ from shardwise.integrations.accelerate import observe
 accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(4, (48,)))
+data = torch.utils.data.TensorDataset(torch.randn(48, 8) + torch.arange(8), torch.arange(48) // 47)
 loader = torch.utils.data.DataLoader(data, batch_size=4)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-2), loader)
 losses, receipts = [], []
 with observe(accelerator, sys.argv[2], precision=sys.argv[3], grad_accum=2, on_receipt=receipts.append):
     for inputs, labels in loader:
@@ -58,7 +58,7 @@ from shardwise.integrations.transformers import ReceiptCallback
 torch.manual_seed(0)
 sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (64, 8))]
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, (64, 8))]
 arguments = TrainingArguments(**json.load(open(sys.argv[2])))
 callback = ReceiptCallback(on_receipt=lambda _: None)
 trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[callback])
@@ -93,12 +93,12 @@ def test_accelerate_trains_from_the_file(precision: str, tmp_path: Path) -> None
     (tmp_path / "file.yaml").write_text(found.text)
     (tmp_path / "script.py").write_text(ACCELERATED)
     (note,) = [line for line in found.notes if line.startswith("launch: ")]
-    words = note.removeprefix("launch: ").partition(",")[0].split()
-    assert words[:2] == ["accelerate", "launch"] and words[-1] == "script.py"
+    variable, *words = note.removeprefix("launch: ").partition(",")[0].split()
+    assert (variable, words[:2], words[-1]) == ("ACCELERATE_USE_CPU=true", ["accelerate", "launch"], "script.py")
     words = ["file.yaml" if word == "FILE" else word for word in words[2:]]
     port = ["--main_process_port", str(free_ports(1)[0])]
     script = ["result.json", "ddp", precision]
-    started(["accelerate.commands.launch", *port, *words, *script], tmp_path)
+    started(["accelerate.commands.launch", *port, *words, *script], tmp_path, ACCELERATE_USE_CPU="true")
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["ranks"], result["device"], result["wrong"]) == (2, "cpu", {})
     assert len(result["losses"]) == 6 and result["losses"][-1] < result["losses"][0]
