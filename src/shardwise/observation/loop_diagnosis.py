@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.diagnosis.diagnose import diagnose, why_nothing
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.observed import HostUse, Observed
+from shardwise.diagnosis.observed import HostUse, LinkUse, Observed
 from shardwise.measure.step_time.timing import Timing
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_times import LoopTimes
@@ -44,6 +44,7 @@ def diagnosed(
             plan=_plan_of(ranks),
             backend=None if timing.world_size == 1 else "gloo",  # parts are known of models on a CPU alone
             host=host,
+            links=tuple(_links(ranks)),
             loader_workers=workers.pop() if len(workers) == 1 else None,
             configured=False,
         )
@@ -64,6 +65,14 @@ def _blind(timing: Timing) -> Iterator[tuple[str, str]]:
         yield from dict.fromkeys(("straggler", "communication", "early-sync"), why).items()
     if timing.cpu_wait_s is None:
         yield "cpu-oversubscription", "this kernel does not account for it"
+
+
+def _links(ranks: Sequence[LoopFacts]) -> Iterator[LinkUse]:
+    """Yield what a rank sends in a step where gradients are reduced, as a ring does; what a link carries is unknown."""
+    sizes = [row.num_bytes for row in ranks[0].traffic if (row.name, row.phase) == ("all_reduce", "backward")]
+    if sizes and len(ranks) > 1:
+        sent = 2 * (len(ranks) - 1) / len(ranks) * sum(sizes)
+        yield LinkUse(axis="dp", name="the link between ranks", bytes_per_step=sent)
 
 
 def _plan_of(ranks: Sequence[LoopFacts]) -> Plan:

@@ -158,7 +158,7 @@ def _figure_rows(records: Sequence[RunRecord | None]) -> list[tuple[str, list[st
         return name, ["unknown" if record is None else value(record) for record in records]
 
     rows = [
-        row("state", lambda r: r.state),
+        row("state", lambda r: STATES["observed"] if r.notes else r.state),  # runs have no notes
         row("strategy", lambda r: "unknown" if r.plan is None else r.plan.strategy),
         row("ranks", _ranks),
         row("precision", lambda r: "unknown" if r.plan is None else r.plan.precision),

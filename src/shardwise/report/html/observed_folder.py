@@ -93,6 +93,7 @@ def read_observed(folder: Path, *, scaling: BenchSamples | None = None, links: B
         ),
         timing=timing,
         findings=found.findings,
+        not_judged=found.not_judged,
         receipts={found.receipt.title: found.receipt},
         environment=found.environment,
         collectives=found.collectives,

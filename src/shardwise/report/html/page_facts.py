@@ -90,7 +90,7 @@ def _why_no_verdict(record: RunRecord) -> str:
     steps = record.figures.steps if record.timing is None else record.timing.steps
     if record.findings is None and (record.timing is None or steps >= MIN_STEPS):
         return "no diagnosis was made for this run"
-    if record.timing is not None and steps >= MIN_STEPS:
+    if record.not_judged:
         return "no cause that is seen here takes 5 % of a step; what is not judged is listed below"
     return f"{steps} {'step is' if steps == 1 else 'steps are'} too few to judge what this run loses time to"
 
