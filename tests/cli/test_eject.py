@@ -65,12 +65,21 @@ TWO_RANKS: list[Case] = [
     ),
     ("zero1", {"strategy": "zero1"}, {"train": {"steps": 4}, "optimizer": {"schedule": "linear"}}),
     ("bf16", {"precision": "bf16", "grad_accum": 2}, {"train": {"steps": 6}}),
-    ("fsdp-bf16", {"strategy": "fsdp", "precision": "bf16", "grad_accum": 2}, {"train": {"steps": 6}}),
     ("compiled", {"compile": True}, {"train": {"steps": 4}}),
-    ("fsdp-compiled", {"strategy": "fsdp", "compile": True, "recompute": "full"}, {"train": {"steps": 4}}),
 ]
 FOUR_RANKS: list[Case] = [
-    ("hsdp", {"strategy": "hsdp", "dims": {"dp_replicate": 2, "dp_shard": 2}}, {"train": {"steps": 6}}),
+    (
+        "hsdp",
+        {
+            "strategy": "hsdp",
+            "dims": {"dp_replicate": 2, "dp_shard": 2},
+            "grad_accum": 2,
+            "precision": "bf16",
+            "recompute": "full",
+            "compile": True,
+        },
+        {"train": {"steps": 4}},
+    ),
 ]
 
 
