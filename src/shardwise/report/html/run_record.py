@@ -161,8 +161,8 @@ class BenchSamples(_Frozen):
 class RunRecord(_Frozen):
     """Record of one run. ``missing`` lists in sentences what its folder lacks, and why.
 
-    ``collectives`` and ``notes`` are those of a loop that Shardwise observed and did not run; ``not_judged`` says of each
-    kind of finding that is not looked for in it why it is not.
+    ``collectives`` and ``notes`` are those of a loop that Shardwise observed and did not run; ``not_judged`` says of
+    each kind of finding that is not looked for in it why it is not.
 
     ``through_step`` is set if timing, findings and receipts end before the last logged step.
     """
