@@ -287,6 +287,7 @@ def test_a_dropped_configuration_is_planned_like_its_file(page, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "mine", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
                                 "num_attention_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096}))  # fmt: skip
+    show(page, USUAL)
     page.chromium.run("document.getElementById('file').hidden = false")
     page.chromium.driver.find_element("id", "file").send_keys(str(file))
     page.chromium.run("document.getElementById('file').hidden = true")
@@ -308,7 +309,6 @@ def test_a_worker_that_dies_is_started_again(page):
         assert page.chromium.run("return shardwise.answer().document.workload.global_batch") == int(batch)
 
 
-@pytest.mark.soak
 def test_a_configuration_that_ends_the_worker_is_not_sent_to_the_next_one(page):
     def batch(size: int, then: str = "") -> None:
         script = "const box = document.getElementById('global_batch'); box.value = arguments[0]; "

@@ -10,7 +10,7 @@ let fast = null; // loads once the first answer is there
 let lists = { models: [], gpus: [], optimizers: [] };
 let docs = false;
 let state = fromHash(location.hash);
-const shown = { key: "", answer: null, others: new Map(), points: new Map(), metrics: ["tokens_per_s_per_device", "memory_bytes.device"] };
+const shown = { key: "", round: 0, answer: null, others: new Map(), points: new Map(), metrics: ["tokens_per_s_per_device", "memory_bytes.device"] };
 const open = new Set();
 let round = 0;
 
@@ -129,7 +129,7 @@ async function ask() {
     quickly(mine, asked);
     const answer = await full.ask(asked);
     if (answer === null || mine !== round) return; // a newer question is on its way
-    shown.key = now;
+    Object.assign(shown, { key: now, round: mine });
     show(answer);
     if (answer.problems.length) return;
   }
@@ -144,7 +144,7 @@ async function quickly(mine, asked) {
   if (!fast || !strategy) return;
   const pinned = { ...asked, strategy };
   const quick = await fast.ask(pinned);
-  if (quick === null || mine !== round || quick.problems.length || shown.key === key(asked)) return;
+  if (quick === null || mine !== round || quick.problems.length || shown.round === mine) return; // the complete answer was faster
   document.body.dataset.quick = key(pinned);
   $("result").firstElementChild?.replaceWith(result.headline(quick, { quick: true }));
   say(`${strategy} at once; searching the other strategies…`);
