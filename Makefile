@@ -9,7 +9,7 @@ AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE # each process would compile all modules anew, a second of each
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-fast soak check bench accuracy docs clean
+.PHONY: help setup train test test-fast soak check bench accuracy docs site clean
 
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
@@ -57,6 +57,9 @@ accuracy: $(TOOLS)  ## predictions against published and own measurements: all t
 docs: $(TOOLS)   ## write docs/config.md from the schema of the config file, docs/lint-rules.md from the rules
 	$(BIN)/python -m tests.golden.test_config_page --write
 	$(BIN)/python -m tests.golden.test_lint_rules --write
+
+site: $(TOOLS)   ## the planner as a static page, build/site; needs npm and node, and what it downloads is pinned
+	$(BIN)/python -m shardwise.web.build_site -o build/site
 
 clean:           ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

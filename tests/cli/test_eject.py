@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +122,14 @@ def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: li
     found = [ejected(tmp_path, case, ranks) for case in cases]
     for script, _ in found:
         run_world(run_script, ranks, str(script), *free_ports(2))
+    resumed = [script for (name, _, _), (script, _) in zip(cases, found, strict=True) if name in ("ddp2", "fsdp2")]
+    for script in resumed:  # as if killed after its checkpoint of step 30
+        shutil.rmtree(script.parent / "run-pytorch" / "step-00000050")
+        run_world(run_script, ranks, str(script), *free_ports(2))
+        rows = losses(script.parent / "run-pytorch")
+        assert rows[50:] == rows[30:50]
+        log = script.parent / "run-pytorch" / "metrics.jsonl"
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
     for (name, _, _), (script, wanted) in zip(cases, found, strict=True):
         assert losses(script.parent / "run-pytorch") == wanted, name
         assert len(wanted) >= (50 if name in ("ddp", "fsdp", "ddp2", "fsdp2") else 3), name
@@ -129,3 +139,21 @@ def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: li
         for words in (["check", "--isolated", "--no-cache"], ["format", "--isolated", "--check", "--no-cache"]):
             done = subprocess.run([*ruff[:3], *words, *ruff[3:], str(script)], capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_names_cannot_write_code_into_the_script(tmp_path: Path) -> None:
+    model, output = tmp_path / 'm"""\nraise SystemExit\n"""', tmp_path / 'a"""b.py'
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    config = configs.write_config(
+        tmp_path,
+        model={"config": str(model), "factory": None},
+        data={"path": "python:json"},
+        train={"global_batch": None},
+    )
+    plan = tmp_path / "plan.toml"
+    plan.write_text(Plan.model_validate({"micro_batch": 4}).to_toml())
+    shardwise("export", str(plan), "--to", "pytorch", "--config", str(config), "-o", str(output), "--lossy")
+    top = ast.parse(output.read_text()).body
+    assert isinstance(top[1], ast.Import)
+    assert str(model) in (ast.get_docstring(ast.parse(output.read_text())) or "")

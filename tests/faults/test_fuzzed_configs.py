@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from shardwise.cli.plan_request import find_cluster
 from shardwise.cost.link_calibration import read_calibration
 from shardwise.cost.price import read_prices
 from shardwise.interop.deepspeed.import_config import import_deepspeed, read_document
@@ -25,6 +24,7 @@ from shardwise.plan.plan import read_plan
 from shardwise.run.checks import check_output
 from shardwise.run.job import prepare_job
 from shardwise.run.run_summary import finished
+from shardwise.search.plan_request import find_cluster
 from shardwise.train.config import Config, read_config
 from shardwise.train.model import model_factory
 from tests.faults import fuzzing

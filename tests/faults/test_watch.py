@@ -60,6 +60,7 @@ FAULTS = [
     Fault("extra", 2, ("rank 2 in all_reduce(float [3])", "in _extra"), Reason.COLLECTIVES, (2,), 4, "fsdp"),
     Fault("shape", 1, ("all_reduce(float [5]) at", "in _shape `dist"), Reason.SHAPES, ranks=(0, 1)),
     Fault("exit", 1, ("rank 1 ended with exit code 0 in the middle of the run",)),
+    Fault("leave", 1, ("sys.exit was called in step 6 at", "in _leave: it ended with exit code 0", "(on rank 1)")),
     Fault("segfault", 1, ("rank 1 was killed by SIGSEGV", "it stood at", "in _segfault")),
 ]
 

@@ -11,6 +11,7 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.history import Correction, Ratio
 from shardwise.plan.plan import Plan
+from shardwise.plan.workload import Workload
 from shardwise.run import calibration
 from shardwise.run.calibration import SECONDS, corrected_memory, corrected_time
 from shardwise.search.problem import Costs
@@ -73,6 +74,6 @@ def test_by_strategy_and_device(monkeypatch):
     costs = calibration.corrected_costs(here)
     for strategy, peak, step_s in (("fsdp", 1100, 3.0), ("ddp", 1000, 2.0)):
         plan = Plan(strategy=strategy)
-        assert costs.estimate(None, plan, None, here).allocated == peak
-        assert costs.step_time(None, plan, None, here).step_s == step_s
+        assert costs.estimate(None, plan, Workload(), here).allocated == peak
+        assert costs.step_time(None, plan, Workload(), here).step_s == step_s
     assert calibration.corrected_costs(ClusterSpec(device="cuda", device_name="T4")) is plain

@@ -37,7 +37,7 @@ TWINS = [f"deepspeed-zero{n}{more}" for n in (1, 2, 3) for more in ("", "+offloa
 TWINS += ["deepspeed-zero3+nvme", "deepspeed-zero3+offload+nvme", "zero1", "zero2", "fsdp", "zero3", "full_shard"]
 TWINS += ["zero2+offload", "fsdp+offload", "fsdp+lora", "zero2+qlora", "deepspeed-zero3+lora"]
 SAID = {"strategy", "dims", "micro_batch", "grad_accum", "precision", "nvme_path"}  # by DeepSpeed's own keys
-NOT_COMPARED = {"schema_version", "reason"}
+NOT_COMPARED = {"schema_version", "reason", "program"}  # `program` says whose costs were predicted
 
 # file, ranks, engine: strategy, precision, micro batch, accumulation, clip_norm
 EXPECTED: dict[tuple[str, int, str | None], tuple[str, str, int, int, Any]] = {
@@ -121,6 +121,10 @@ class TestRoundTrip:
             "virtual_stages": plan_of("fsdp+pp2", virtual_stages=2, pipeline_schedule="zbv"),
             "stage_blocks": plan_of("fsdp+pp2", stage_blocks=(2, 2)),
             "optimizer_in_backward": plan_of("fsdp", grad_accum=1, optimizer_in_backward=True),
+            "weights": plan_of("fsdp", weights="compute"),
+            "accumulate": plan_of("fsdp", weights="masters", accumulate="compute"),
+            "reduce": plan_of("fsdp", reduce="compute"),
+            "rounding": plan_of("fsdp", weights="compute", rounding="kahan"),
         }
         assert set(others) | set(refused) | NOT_COMPARED == set(Plan.model_fields), (
             "a new field: say what becomes of it"

@@ -167,6 +167,9 @@ def test_a_family_without_a_closed_form_is_traced(tmp_path, family, own):
         ("deepseek_v3", {"kv_lora_rank": 0, "first_k_dense_replace": None}, ["kv_lora_rank is 0", "is None"]),
         ("deepseek_v2", {}, ["num_experts_per_tok is None, it must be a positive integer"]),
         ("qwen2_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step is 0, it must be a positive integer"]),
+        ("qwen3_moe", {"mlp_only_layers": "0,1"}, ["mlp_only_layers is '0,1', it must be a list of layer numbers"]),
+        ("qwen3_moe", {"mlp_only_layers": [[0]]}, ["mlp_only_layers is [[0]], it must be"]),
+        ("llama4_text", {"moe_layers": 3}, ["moe_layers is 3, it must be a list of layer numbers"]),
     ],
 )
 def test_all_wrong_sizes_are_told_at_once(family, keys, says):
@@ -343,3 +346,14 @@ class TestTime:
         copies = 4096 * 8 * 2048 * 2 * 48  # tokens × experts a token × width × bf16 × layers
         assert sent["ep"] == 4 * 4 * copies * 7 / 8
         assert sent["dp"] < sent_bytes(self.PROFILE, plan_for("fsdp", 16))["dp"] / 4
+
+
+def test_parameters_of_experts_are_stepped_by_the_ranks_that_have_them():
+    keys = SMALL | {"model_type": "qwen3_moe", "num_experts": 16, "head_dim": 20, "num_hidden_layers": 32}
+    found = architecture_from_config(keys)
+    assert found is not None
+    model, workload = profile_of(found, 64), Workload(seq_len=64)
+    layout = replace(layout_of(plan_for("zero1", 16)), ep=8, flat_state=False, masters=False)
+    held = optimizer_bytes(stage_pieces(model, layout, 0), layout, workload)
+    experts = sum(w.num_elements * u.count for u in model.units for w in u.weights if w.experts)
+    assert held is not None and held >= experts * 8 / 16  # each of 8 groups of 2 ranks has an eighth of them

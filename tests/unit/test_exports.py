@@ -16,9 +16,11 @@ from shardwise.errors import PlanError
 from shardwise.interop.accelerate_yaml import export_accelerate
 from shardwise.interop.fabric_script import export_fabric
 from shardwise.interop.plan_parts import parts_in_use
-from shardwise.interop.targets import TARGETS
+from shardwise.interop.pytorch.script_problems import script_problems
+from shardwise.interop.targets import TARGETS, export_to
 from shardwise.interop.titan_config import export_titan, titan_fields
 from shardwise.interop.trainer_json import export_trainer
+from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.train.config import Config
 from shardwise.train.optimizer import learning_rate
@@ -253,3 +255,16 @@ def test_every_part_of_a_plan_is_kept_or_lost_somewhere() -> None:
     plan = plan_of(recompute="full", loss_chunks=2, compile=True, prefetch=2, gradient_sync="every")
     assert set(parts_in_use(plan)) == {"recompute", "loss_chunks", "compile", "prefetch", "gradient_sync"}
     assert set(TARGETS) == {"pytorch", "accelerate", "trainer", "fabric", "torchtitan", "deepspeed"}
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if not TARGETS[name].needs_config])
+def test_types_that_no_file_says_are_not_lost(name: str) -> None:
+    plan = Plan(strategy="fsdp", dims=ParallelDims(dp_shard=2), micro_batch=1, weights="compute")
+    with pytest.raises(PlanError, match=f"no file for {name} says"):
+        export_to(name, plan, None, 1.0, None)
+
+
+def test_arguments_of_the_script_are_names() -> None:
+    config = config_of(model={"config": None, "factory": "a:b", "kwargs": {"x): print(1) #": 1, "width": 2, "for": 3}})
+    wrong = [line for line in script_problems(Plan(strategy="ddp", dims=ParallelDims()), config) if "kwargs" in line]
+    assert len(wrong) == 2 and "'for' is no name of an argument" in wrong[1]

@@ -50,6 +50,7 @@ LAYERS = (
     "integrations",
     "doctor",
     "bench",
+    "web",
     "cli",
 )
 DISTRIBUTED = {

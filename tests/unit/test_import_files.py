@@ -244,3 +244,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "nobody.yaml").write_text("a: 1\n")
     with pytest.raises(PlanError, match="--tool"):
         format_of(tmp_path / "nobody.yaml", {"a": 1})
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "~no-such-user-here/model", "a\0b"])
+def test_a_path_that_no_file_can_have_is_left_to_the_user(path: str) -> None:
+    document = {**FULL["axolotl"], "base_model": path, "datasets": [{"path": path, "type": "chat_template"}]}
+    found = import_file("axolotl", document, ranks=1, device="cpu", here="cpu", given={})
+    assert {"base_model", "datasets[0].path"} <= {row.key for row in found.open}
+
+
+def test_a_model_that_is_a_list_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"base_model is .*must be the folder of a model"):
+        import_file("axolotl", {**FULL["axolotl"], "base_model": ["m"]}, ranks=1, device="cpu", here="cpu", given={})

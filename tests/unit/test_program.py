@@ -21,6 +21,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan, not_runnable, type_problems
 from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, program_names, program_table
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
@@ -116,6 +117,23 @@ def test_the_search_lays_out_what_the_program_has() -> None:
             NODE,
             Pins(strategy=parse_strategy("fsdp+pp2")),
         )
+
+
+def test_programs_without_expert_parallelism_refuse_it() -> None:
+    spread = parse_strategy("fsdp+ep4")
+    have = {name for name in program_names() if not find_program(name).refuses(spread)}
+    assert have == {"shardwise", "torchtitan", "torchtitan-2024", "megatron", "megatron-bridge", "megatron-2022"}
+    assert "deepspeed has no expert parallelism (+ep4)" in find_program("deepspeed").refuses(spread)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_gradients_reduced_in_half_the_bytes_send_half_of_them(strategy: str) -> None:
+    plan, model = plan_of(strategy, SHARDWISE), profile()
+    wide, narrow = (sent_bytes(model, plan.model_copy(update={"reduce": kind}))["dp"] for kind in ("fp32", "compute"))
+    halves = data_traffic(plan)
+    scattered = halves.reduces * (halves.shards - 1) / halves.shards * plan.parsed.shards_parameters
+    replicated = halves.reduces * 2 / halves.shards * (halves.replicas - 1) / halves.replicas
+    assert wide - narrow == pytest.approx(2 * model.num_trainable * (scattered + replicated))
 
 
 def test_every_trait_of_the_table_has_a_source_and_every_source_a_trait() -> None:

@@ -98,16 +98,16 @@ def test_the_monitor_ends_ranks_whose_device_is_lost(tmp_path: Path, machine: Ma
 
 
 def test_a_slow_rank_whose_clock_is_held_down(tmp_path: Path) -> None:
-    hot = NvmlSource(RecordedNvml("1xh100-hot", nvmlDeviceGetUUID="GPU-hot"))
-    cool = NvmlSource(RecordedNvml("1xt4", nvmlDeviceGetUUID="GPU-cool"))
-    said = held_down("GPU-hot", hot.brief())
+    hot, cool = NvmlSource(RecordedNvml("1xh100-hot")), NvmlSource(RecordedNvml("1xt4"))
+    [warm], [cold] = [[str(one.uuid) for one in source.brief()] for source in (hot, cool)]
+    said = held_down(warm, hot.brief())
     assert said.startswith("its GPU's clock is held down at 0.66 of ")
     assert said.endswith(" GHz, 90 °C: hardware slowdown, hardware thermal slowdown")
-    assert held_down("GPU-cool", cool.brief()) == held_down("GPU-other", hot.brief()) == ""
+    assert held_down(cold, cool.brief()) == held_down("GPU-other", hot.brief()) == ""
     lines: list[str] = []
     rows = [dict.fromkeys(PHASES, 0.0) | {"forward": 0.1, "slowest_rank": 0.9} for _ in range(3)]
     rows[1] |= {"forward": 1.0, "slowest_rank": 0.0}
-    for uuids, source in (((), hot), (("GPU-cool", "GPU-hot"), hot), (("GPU-hot", "GPU-cool"), cool)):
+    for uuids, source in (((), hot), (("GPU-other", warm), hot), (("GPU-other", cold), cool)):
         one = SlowRank(lines.append, tmp_path / "watch.json", uuids, source)
         for _ in range(6):
             one.judge(1, rows)

@@ -439,7 +439,15 @@ def not_comparable() -> list[str]:
     return [next(line.found for line in report.lines if line.name == "gradient") for report in reports]
 
 
+def flat() -> str:
+    model = FSDP1(decoder().float(), use_orig_params=False, device_id=torch.device("cpu"))
+    with pytest.raises(shardwise.ShardwiseError) as caught:
+        shardwise.check_gradients(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss)
+    return str(caught.value)
+
+
 def ends() -> tuple[list[tuple[bool, int]], str, list[str]]:
+    assert "FSDP1 has use_orig_params = False" in flat()
     return [same_bits(fsdp=fsdp) for fsdp in (False, True)], raises(), not_comparable()
 
 
@@ -472,3 +480,19 @@ def test_one_process_is_checked_too() -> None:
         loss(model, {"ids": row[:, :-1], "labels": row[:, 1:]}).backward()
     optimizer.step()
     assert any("needs 0.3333: gradients are 3 × too large" in line for line in text_of(found[0]))
+
+
+def test_a_model_that_does_not_fit_is_unknown_with_its_size() -> None:
+    """Its last parameter has 2**45 elements on one that is stored, and no gradient."""
+    model, found = decoder(), []
+    model.table = nn.Parameter(torch.zeros(1).expand(2**45))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = shardwise.check_gradients(model, optimizer, mean_loss, on_difference="error", on_report=found.append)
+    ids = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss(model, {"ids": ids[:, :-1], "labels": ids[:, 1:]}).backward()
+    optimizer.step()
+    (line,) = found[0].lines
+    assert line.ok is None
+    assert line.found.startswith("unknown: copies of 35,184,372,0")
+    assert "in float64 take 1792.00 TiB on a host with 1 ranks" in line.found
+    assert not optimizer._optimizer_step_pre_hooks

@@ -71,15 +71,24 @@ def dataset() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
 
 
-def fit(strategy: str, *, epochs: int = 1, folder: Path | None = None, resume: Path | None = None) -> Recorded:
+def fit(
+    strategy: str,
+    *,
+    epochs: int = 1,
+    folder: Path | None = None,
+    resume: Path | None = None,
+    module: type[Module] = Module,
+    **options: Any,
+) -> Recorded:
     recorded, callbacks = Recorded(), []
+    options |= {"options": {"sequence_parallel": False}} if "+tp" in strategy else {}
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}"))
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         # the decoder sums over the sequence, which is why it stays whole
-        strategy=ShardwiseStrategy(strategy, options={"sequence_parallel": False} if "+tp" in strategy else None),
+        strategy=ShardwiseStrategy(strategy, **options),
         max_epochs=epochs,
         accumulate_grad_batches=ACCUM,
         gradient_clip_val=0.5,
@@ -91,7 +100,7 @@ def fit(strategy: str, *, epochs: int = 1, folder: Path | None = None, resume: P
         enable_model_summary=False,
     )
     loader = torch.utils.data.DataLoader(dataset(), batch_size=MICRO)
-    trainer.fit(Module(), loader, loader, ckpt_path=None if resume is None else str(resume))
+    trainer.fit(module(), loader, loader, ckpt_path=None if resume is None else str(resume))
     return recorded
 
 
@@ -119,6 +128,29 @@ def test_gradients_are_those_of_one_process() -> None:
     cases = [("ddp",), ("fsdp",), ("zero1",), ("zero2",), ("fsdp+offload",)]
     for (name,), ranks in zip(cases, run_each(gradients, 2, cases, timeout_s=170), strict=True):
         assert max(errors(ranks, 2)) < 1e-9, name
+
+
+class InFloat32(Module):
+    """Calls its net itself, past the module's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.float()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
+        assert loss.dtype == torch.float32
+        return loss
+
+
+def low_precision(strategy: str, precision: str) -> None:
+    """The receipt raises where the compute dtype or the recompute is not as planned."""
+    fit(strategy, module=InFloat32, precision=precision, recompute="full")
+
+
+def test_precision_and_recompute_are_as_planned() -> None:
+    cases = [("ddp", "bf16"), ("fsdp", "bf16"), ("zero1", "fp16")]
+    run_each(low_precision, 2, cases, timeout_s=170)
 
 
 def test_tensor_parallel_gradients_are_those_of_one_process() -> None:

@@ -228,6 +228,55 @@ def one_batch() -> Receipt:
     return of_ddp(data=itertools.repeat(next(batches(1))))
 
 
+def evaluating_with_gradients() -> Receipt:
+    """Before each step, on the same data on each rank, past DDP, and without ``no_grad``."""
+    model, number = DDP(Noisy()), itertools.count()
+
+    def evaluate() -> None:
+        model.eval()
+        model.module(torch.full((2, 7), next(number)))
+        model.train()
+
+    def call(ids: torch.Tensor) -> torch.Tensor:
+        evaluate()
+        outputs = model(ids)
+        evaluate()
+        return outputs
+
+    return train(model, adamw(model), "ddp", call=call, grad_accum=1)
+
+
+def two_backwards() -> Receipt:
+    """One forward with two losses, each with a backward of its own."""
+    model = sharded(plain())
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)
+        (loss * 0.1).backward()
+
+    return train(model, adamw(model), "fsdp", backward=backward, accum=2, grad_accum=2)
+
+
+class Sensitive(nn.Module):
+    """Its forward computes a derivative, as forces are of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = plain()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        outputs = self.inner(ids)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), self.inner.head.weight, create_graph=True)
+        return outputs + slope.sum()
+
+
+def derivative_in_the_forward() -> Receipt:
+    model = DDP(Sensitive())
+    found = train(model, adamw(model), "ddp", accum=2, grad_accum=2)
+    assert [line.found for line in found.lines if line.name == "activation recompute"] == ["none"]
+    return found
+
+
 class Partly(Decoder):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks[1](self.blocks[0](self.embed(ids))))
@@ -331,6 +380,8 @@ CLEAN: dict[str, Callable[[], Receipt]] = {
     "ddp recompute, reentrant": functools.partial(recompute, True),
     "ddp batch norm": batch_norm,
     "ddp evaluating": evaluating,
+    "ddp evaluating with gradients": evaluating_with_gradients,
+    "ddp derivative in the forward": derivative_in_the_forward,
     "ddp two optimizers": two_optimizers,
     "ddp one batch": one_batch,
     "ddp unused parameters": unused_parameters,
@@ -349,6 +400,7 @@ CLEAN: dict[str, Callable[[], Receipt]] = {
     "fsdp2": of_fsdp2,
     "fsdp2, accumulating": functools.partial(of_fsdp2, accum=3, grad_accum=3, clip_norm=0.1),
     "fsdp2 as zero2": functools.partial(of_fsdp2, "zero2", options={"reshard_after_forward": False}),
+    "fsdp2 two backwards": two_backwards,
     "fsdp2 bf16": mixed_fsdp2,
     "fsdp2 offloading": functools.partial(
         of_fsdp2, "fsdp+offload", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}

@@ -145,7 +145,7 @@ def test_sft_trainer() -> None:
     assert fault[0][0].keys() == FSDP_LINES
 
 
-def of_accelerate(options: dict[str, Any]) -> tuple[Lines, int]:
+def of_accelerate(options: dict[str, Any], *, short_epochs: bool = False) -> tuple[Lines, int]:
     from accelerate import Accelerator
 
     from shardwise.integrations.accelerate import observe
@@ -156,8 +156,13 @@ def of_accelerate(options: dict[str, Any]) -> tuple[Lines, int]:
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found: list[Receipt] = []
     accum = accelerator.gradient_accumulation_steps
+    data: Any = list(batches(3 * accum))
+    if short_epochs:  # the second step of each has one micro batch
+        loader = accelerator.prepare(torch.utils.data.DataLoader(range((accum + 1) * 2)))
+        pairs = batches(2 * (accum + 1))
+        data = (next(pairs) for _ in range(2) for _ in loader)
     with observe(accelerator, on_receipt=found.append) as observer:
-        for inputs, labels in batches(3 * accum):
+        for inputs, labels in data:
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model(inputs), labels))
                 if accelerator.sync_gradients:
@@ -189,22 +194,27 @@ def of_accelerate_fsdp2(*, offload: bool) -> tuple[Lines, int]:
     return wrong(receipt), judged(receipt)
 
 
+SHORT = 6
+
+
 def accelerate_case(number: int) -> tuple[Lines, int]:
     from accelerate import FullyShardedDataParallelPlugin
 
     asked = [{}, {"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}]
     if number < len(asked):
         return of_accelerate(asked[number])
+    if number == SHORT:
+        return of_accelerate({"gradient_accumulation_steps": 3}, short_epochs=True)
     if number == len(asked):
         return of_accelerate({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)})
     return of_accelerate_fsdp2(offload=number > len(asked) + 1)
 
 
 def test_accelerate() -> None:
-    found = run_each(accelerate_case, 2, [(number,) for number in range(6)], timeout_s=170)
+    found = run_each(accelerate_case, 2, [(number,) for number in range(SHORT + 1)], timeout_s=170)
     assert all(first == second for first, second in found)
-    ddp, accumulating, bf16, forgotten, fsdp2, offload = [first for first, _ in found]
-    for lines, number in (ddp, accumulating, bf16, fsdp2):
+    ddp, accumulating, bf16, forgotten, fsdp2, offload, short = [first for first, _ in found]
+    for lines, number in (ddp, accumulating, bf16, fsdp2, short):
         assert not lines
         assert number >= 10
     assert forgotten[0].keys() == FSDP_LINES

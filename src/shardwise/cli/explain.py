@@ -11,11 +11,9 @@ from typing import Annotated
 import typer
 
 from shardwise.cli.arguments import Calibration, Json, PlanFile
-from shardwise.cli.option_values import LOSSES, choice_problems
 from shardwise.cli.plan import answer_console
 from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_question import read_question
-from shardwise.cli.plan_request import PlanRequest
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan, read_plan
 from shardwise.plan.strategy import Strategy, parse_strategy
@@ -26,6 +24,8 @@ from shardwise.search.candidate import Candidate
 from shardwise.search.cost_inputs_of_plan import with_plan
 from shardwise.search.enumerate import layouts, misfits
 from shardwise.search.explain_plan import against
+from shardwise.search.option_values import LOSSES, choice_problems
+from shardwise.search.plan_request import PlanRequest
 from shardwise.search.problem import SearchProblem, ask
 from shardwise.search.search import cost_of, search
 

@@ -11,8 +11,6 @@ from typing import Annotated, Any, get_args
 import typer
 
 from shardwise.cli.arguments import Json
-from shardwise.cli.option_values import choice_problems
-from shardwise.cli.plan_request import find_cluster
 from shardwise.cli.written_file import write_file
 from shardwise.errors import PlanError, UserError
 from shardwise.interop.deepspeed.import_config import Imported, import_deepspeed
@@ -20,6 +18,8 @@ from shardwise.interop.deepspeed.optimizer_section import FileKey
 from shardwise.interop.files.import_file import FORMATS, config_document, format_of, import_file, read_file
 from shardwise.plan.plan import Plan, Recompute
 from shardwise.plan.strategy import Engine
+from shardwise.search.option_values import choice_problems
+from shardwise.search.plan_request import find_cluster
 
 TOOLS = ("deepspeed", *FORMATS)
 

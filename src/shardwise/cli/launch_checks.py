@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 
 from shardwise.cli.launch_options import engine_options
-from shardwise.cli.plan_request import tried
 from shardwise.cli.train import given_plan
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec, detect
@@ -29,6 +28,7 @@ from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.job import draft_plan
+from shardwise.search.plan_request import tried
 from shardwise.train.config import Config, read_config
 
 CORES_OF_GPU = 8

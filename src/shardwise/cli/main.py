@@ -197,6 +197,12 @@ _verb(
     "Example: shardwise report runs/stdlib",
 )
 _verb(
+    "ui",
+    "ui:run_ui",
+    "Serve a page on 127.0.0.1: runs, their reports side by side, live metrics, devices, links, and the planner.\n\n"
+    "Example: shardwise ui --runs runs",
+)
+_verb(
     "data preview",
     "data:run_data_preview",
     "Show documents as they are trained on: rendered, with the loss mask in colour, and what was cut or left out.\n\n"

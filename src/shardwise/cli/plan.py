@@ -14,17 +14,16 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
-from shardwise.cli.plan_config import is_config, profile_of_model
+from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_for import check_target, print_for
 from shardwise.cli.plan_lists import print_list
+from shardwise.cli.plan_options import read_request, with_plan_options
 from shardwise.cli.plan_question import write_plan_file
-from shardwise.cli.plan_request import PlanRequest, read_request, with_plan_options
 from shardwise.errors import DoesNotFit, UserError
-from shardwise.model.profile import ModelProfile
 from shardwise.report.candidates import print_candidates, print_recommendation
 from shardwise.report.plan_json import document, json_schema
 from shardwise.run.calibration import corrected_costs
-from shardwise.search.advice import search_and_advise
+from shardwise.search.plan_request import PlanRequest, search_request
 from shardwise.search.problem import ask
 
 PIPED = 132
@@ -63,22 +62,8 @@ def run_plan(
     console = answer_console(as_json)
     for line in notes:
         console.print(line, markup=False)
-
-    def shorter(length: int) -> ModelProfile:
-        return profile_of_model(request.model, seq_len=length, compiled=request.compiled)
-
-    pins = request.pins
-    result = search_and_advise(
-        profile,
-        request.workload,
-        request.cluster,
-        pins,
-        costs=corrected_costs(request.cluster, request.calibration),
-        shorter=shorter if profile.seq_len else None,
-        any_plan=request.any_plan,
-        saves_memory=not is_config(request.model),  # ``train`` takes a config's options as they are
-        command=lambda options, _: request.command(options),
-    )
+    pins, costs = request.pins, corrected_costs(request.cluster, request.calibration)
+    result = search_request(request, profile, costs=costs, profile_of=profile_of_model)
     if result.optimizer is not None:
         request = request.model_copy(update={"optimizer": result.optimizer})
     if pins.strategy is not None and pins.strategy.adapter != "none":

@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
+from shardwise.search.plan_request import is_config
 
 if TYPE_CHECKING:
     from shardwise.train.config import Config
-
-
-def is_config(model: str | None) -> bool:
-    """Return whether a MODEL argument is a config file."""
-    return model is not None and model.lower().endswith(".toml")
 
 
 def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> ModelProfile:
@@ -98,14 +93,3 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if train.steps is None and words["tokens"] is None:
         notes.append("how long train.epochs are is known once the data is read; give --tokens for hours and cost")
     return filled, notes
-
-
-def batch_of(words: Mapping[str, Any], cluster: ClusterSpec) -> int | None:
-    """Return the global batch of a config that names its parts; ``None`` where it names none."""
-    if "grad_accum" not in words or not (words["grad_accum"] or words["micro_batch"]):
-        return None
-    from shardwise.plan.strategy import parse_strategy
-
-    strategy = None if words["strategy"] is None else parse_strategy(words["strategy"])
-    ranks = cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
-    return max(1, ranks) * (words["micro_batch"] or 1) * (words["grad_accum"] or 1)

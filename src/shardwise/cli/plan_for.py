@@ -6,14 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.cli.plan_config import is_config
-from shardwise.cli.plan_request import PlanRequest
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.interop.exported import Exported
 from shardwise.interop.targets import TARGETS, export_to
 from shardwise.plan.plan import Plan
 from shardwise.plan.program import ProgramTraits, program_names
 from shardwise.search.candidate import Candidate, SearchResult
+from shardwise.search.plan_request import PlanRequest, is_config
 from shardwise.train.config import read_config
 
 PLANNED_FOR = tuple(name for name in TARGETS if name != "pytorch")

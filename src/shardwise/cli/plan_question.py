@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.cli.plan_request import PlanRequest
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan
+from shardwise.search.plan_request import PlanRequest, plan_file_text
 
 AGAIN = "make the file again with shardwise plan MODEL -o FILE"
 
@@ -21,11 +21,8 @@ def write_plan_file(path: Path, plan_toml: str, request: PlanRequest) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    import tomli_w
-
-    question = request.model_dump(mode="json", exclude_none=True, by_alias=True)
     try:
-        path.write_text(plan_toml + "\n" + tomli_w.dumps({"question": question}))
+        path.write_text(plan_file_text(plan_toml, request))
     except OSError as error:
         raise UserError(f"-o '{path}' cannot be written: {error.strerror}; choose another file") from None
 

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.plan_config import is_config
 from shardwise.errors import UserError
 from shardwise.plan.optimizers import OPTIMIZERS, either, names_without
 from shardwise.plan.plan import Plan, type_words
 from shardwise.search.candidate import Candidate
+from shardwise.search.plan_request import is_config
 from shardwise.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.cli.plan_request import PlanRequest
     from shardwise.dryrun.dry_run import DryRun, ModelSource
     from shardwise.model.architecture import Architecture
+    from shardwise.search.plan_request import PlanRequest
 
 
 def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, console: Console) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.observer import LoopObserver
 from shardwise.observation.observer import observe as observe_loop
 
@@ -26,4 +28,8 @@ def observe(accelerator: Any, expect: Any = None, **options: Any) -> LoopObserve
             f"observe: the accelerator has prepared {len(models)} models and {len(optimizers)} optimizers; prepare one "
             "model and its optimizer first, or give shardwise.observe a model, its optimizer and expect=accelerator"
         )
-    return observe_loop(models[0], list(optimizers), accelerator if expect is None else expect, **options)
+    expected = expectation_of(accelerator if expect is None else expect, {})
+    accum, batches = expected.grad_accum, [len(one) for one in accelerator._dataloaders if isinstance(one, Sized)]
+    if accum is not None and accelerator.gradient_state.sync_with_dataloader and any(n < 2 * accum for n in batches):
+        expected = expected.model_copy(update={"grad_accum": None})  # the end of an epoch shortens a step
+    return observe_loop(models[0], list(optimizers), expected, **options)

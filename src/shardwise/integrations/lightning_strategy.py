@@ -15,6 +15,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 
 from shardwise.errors import UserError
+from shardwise.parallel.precision import DTYPES
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.session import Session
@@ -167,7 +168,10 @@ class ShardwiseStrategy(DDPStrategy):  # type: ignore[misc]
             return getattr(super(), name)(*args, **kwargs)
         if self.session.plan.dims.tp > 1 and self.model is self.lightning_module:
             return getattr(self.lightning_module, name)(*args, **kwargs)  # its own forward is what tp has traced
-        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+        plan = self.session.plan
+        # the loss is within the model's call here: with losses in fp32, and weights cast where they are not sharded
+        with torch.autocast(plan.device, dtype=DTYPES[plan.precision], enabled=plan.precision != "fp32"):
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the session's backward, which reduces gradients in the window's last one."""

@@ -14,7 +14,7 @@ from shardwise.interop.exported import Exported
 from shardwise.interop.fabric_script import export_fabric
 from shardwise.interop.titan_config import export_titan
 from shardwise.interop.trainer_json import export_trainer
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, export_problems
 from shardwise.train.config import Config
 
 
@@ -34,6 +34,8 @@ def export_to(name: str, plan: Plan, config: Config | None, clip_norm: float | N
         PlanError: the target needs a config, or has no equivalent of the plan.
     """
     target = TARGETS[name]
+    if problems := export_problems(plan, name):
+        raise PlanError(*problems)
     if target.needs_config and config is None:
         raise PlanError(f"--to {name} writes the model, the data and the optimizer, too; add --config CONFIG.toml")
     return target.write(plan, config, clip_norm if config is None else config.optimizer.clip_norm, output)

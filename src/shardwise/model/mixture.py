@@ -180,7 +180,7 @@ def mixture_facts(
     shared = number(keys.shared, least=0) if keys.shared else 0
     shared = number(keys.shared_count, least=0) * width if keys.shared_count else shared
     count = layers if isinstance(layers, int) and not isinstance(layers, bool) and layers > 0 else 1
-    sparse = _sparse(keys.pattern, count, found, number) if experts else (False,) * count
+    sparse = _sparse(keys.pattern, count, found, number, problems, name) if experts else (False,) * count
     facts: dict[str, object] = {"ffn": number(keys.dense) if not all(sparse) else ffn}
     if family in ("deepseek_v2", "deepseek_v3"):
         facts["latent"] = _latent(_LATENT | dict(config), problems, name)
@@ -212,18 +212,35 @@ def _ignored(config: Mapping[str, object]) -> Iterator[str]:
         yield f"moe_layer_freq {every} has no effect in transformers, and has none here"
 
 
-def _sparse(pattern: Pattern, layers: int, found: Mapping[str, object], number: Callable[..., int]) -> tuple[bool, ...]:
+def _listed(key: str, found: Mapping[str, object], problems: list[str], name: str) -> set[int] | None:
+    """Return the numbers of layers under ``key``; ``None`` where it is left out or null."""
+    given = found.get(key)
+    if given is None:
+        return None
+    if isinstance(given, list | tuple) and all(type(layer) is int for layer in given):
+        return set(given)
+    problems.append(f"model '{name}': {key} is {given!r:.40}, it must be a list of layer numbers")
+    return set()
+
+
+def _sparse(
+    pattern: Pattern,
+    layers: int,
+    found: Mapping[str, object],
+    number: Callable[..., int],
+    problems: list[str],
+    name: str,
+) -> tuple[bool, ...]:
     """Tell for each layer whether it has experts, by the rule of its family's decoder layer."""
     if pattern == "first":
         first = number("first_k_dense_replace", least=0)
         return tuple(layer >= first for layer in range(layers))
     if pattern == "step":
-        step, plain = number("decoder_sparse_step"), found.get("mlp_only_layers") or ()
-        listed = set(plain) if isinstance(plain, list | tuple) else set()
-        return tuple(layer not in listed and (layer + 1) % step == 0 for layer in range(layers))
+        step, plain = number("decoder_sparse_step"), _listed("mlp_only_layers", found, problems, name) or ()
+        return tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
     if pattern == "listed":
-        given = found.get("moe_layers")
-        if isinstance(given, list | tuple):
+        given = _listed("moe_layers", found, problems, name)
+        if given is not None:
             return tuple(layer in given for layer in range(layers))
         step = number("interleave_moe_layer_step")
         return tuple((layer + 1) % step == 0 for layer in range(layers))

@@ -32,7 +32,7 @@ from shardwise.model.operations import cross_entropy, mark_selective
 from shardwise.model.profile import ModelProfile, Op, Unit, UnitKind, Weight
 from shardwise.model.read import clean_name, find_blocks
 from shardwise.model.trace_experts import mark_experts
-from shardwise.model.trace_operations import AsOnCuda, OperationRecorder, Segment, operations, storage_key
+from shardwise.model.trace_operations import AsOnCuda, Bounded, OperationRecorder, Segment, operations, storage_key
 from shardwise.model.trace_tensor_parallel import mark_tp_shardings, weight_dims
 
 EXAMPLE = "example_inputs"
@@ -74,10 +74,14 @@ def trace_module(
         if precision == "fp32":
             try:
                 return _traced(run, torch.float32)
+            except ModelError:
+                raise
             except Exception as error:
                 raise ModelError(_reason(error, label)) from error
         try:
             found = _traced(run, torch.bfloat16)
+        except ModelError:
+            raise
         except Exception as error:
             first = _one_line(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
@@ -227,7 +231,7 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
         narrow = torch.autocast("cpu", dtype=compute, enabled=autocasts)
         saves = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda tensor: tensor)
         blocks = find_blocks(module)
-        with _borders(module, blocks, recorder), _one_sequence(), saves, recorder, like, narrow:
+        with _borders(module, blocks, recorder), _one_sequence(), saves, recorder, Bounded(recorder), like, narrow:
             outputs = module(*args, **kwargs)
         segments = recorder.finish()
         result = _output(outputs)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.errors import ModelError
 from shardwise.model.profile import Op, OpKind, TpSharding
 from shardwise.model.trace_experts import GROUPED
 
@@ -84,6 +85,10 @@ class Segment:
     )  # created here, first saved by a later segment that shares it
 
 
+MOST_OPERATIONS = 20_000
+"""Of one block. Blocks of 160 experts, one by one, have some 2,000; a loop over 4,096 tokens has more than this."""
+
+
 class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Recorder that counts into ``segments``.
 
@@ -114,6 +119,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._waiting: list[tuple[torch.dtype, int]] = []  # saved inputs of the next op
         self._used: set[str] = set()
         self._entered: set[int] = set()
+        self._count = 0  # operations of the present segment
 
     def begin(self, block: str | None, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Start a segment: the following operations belong to ``block``, or to none."""
@@ -128,6 +134,21 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block is not None:
                 self._entered.add(key)
         self.segments.append(segment)
+        self._count = 0
+
+    def check_count(self) -> None:
+        """Refuse a block that runs operation after operation, before it takes minutes.
+
+        Raises:
+            ModelError: it has run more than `MOST_OPERATIONS`.
+        """
+        if self._count > MOST_OPERATIONS:
+            where = self.segments[-1].block or "the model"
+            raise ModelError(
+                f"'{where}' runs more than {MOST_OPERATIONS:,} operations on one sample, as a loop over its tokens "
+                "does; such a model is not planned at this length: set a shorter --seq-len, or give a module that "
+                "computes all tokens at once"
+            )
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Hook for tensors saved by autograd: each storage once, never parameters and inputs."""
@@ -172,6 +193,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._count += 1
         out = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
             self._record(func, args, kwargs or {}, out)
@@ -312,6 +334,20 @@ def _attention(args: tuple[Any, ...]) -> dict[str, Any]:
         "causal": causal,
         "flops": 2.0 * pairs * (head_dim + value.shape[-1]),
     }
+
+
+class Bounded(TorchFunctionMode):
+    """Call `OperationRecorder.check_count` between operations; an exception inside of one would end the process."""
+
+    def __init__(self, recorder: OperationRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.recorder.check_count()
+        return func(*args, **(kwargs or {}))
 
 
 class AsOnCuda(TorchFunctionMode):

@@ -229,6 +229,8 @@ def check_gradients(
         problems.append(f"step = {step!r}: use the number of an optimizer step, from 1")
     if clip_norm is not None and not clip_norm > 0:
         problems.append(f"clip_norm = {clip_norm!r}: use a norm above 0, or leave it out")
+    if any(isinstance(part, FSDP1) and not part._use_orig_params for part in model.modules()):
+        problems.append("FSDP1 has use_orig_params = False, where PyTorch gives no whole gradients: use True")
     if any(is_deepspeed(part) for part in (model, *optimizers)):
         problems.append("the model is in DeepSpeed's engine, whose gradients are in buffers of its own")
     elif not optimizers or not all(hasattr(one, "register_step_pre_hook") for one in optimizers):

@@ -36,7 +36,7 @@ from shardwise.receipts.drift import bit_sums
 from shardwise.receipts.receipt import Line, Receipt
 from shardwise.units import bytes_text, counted
 
-_COPIES = 4  # of the parameters in float64: the copy, its gradient, the sum, a view of the loop's
+_COPIES = 7  # of the parameters in float64 at the most: the copy, gradients and their sum, three views of the loop's
 _PATIENCE_S = 300.0
 _LEFTOVER = "the first backward found gradients of before it: zero_grad is missing, or another loss has set them"
 _SCALED = 500.0  # no loop multiplies its loss by that, and a gradient scaler begins far above

@@ -104,6 +104,11 @@ class LoopFacts(BaseModel):
         return len(self.backward_elements)
 
     @property
+    def micro_batches(self) -> int:
+        """Number of micro batches: several backwards of one forward are one, and several forwards of one backward."""
+        return min(self.forwards or self.backwards, self.backwards)
+
+    @property
     def trained(self) -> list[ParameterFacts]:
         """Trainable parameters."""
         return [p for p in self.parameters if p.trainable]

@@ -110,9 +110,9 @@ class LoopTrace:
     def _phase(self) -> str:
         if self._stepping:
             return "optimizer"
-        if torch._C._current_graph_task_id() != -1:
-            return "backward"
-        return "forward" if self._running and self._running[-1] else "other"
+        if self._running and self._running[-1]:
+            return "forward"  # also of `autograd.grad` in it
+        return "backward" if torch._C._current_graph_task_id() != -1 else "other"
 
     def _on_operator(self, phase: str, name: str) -> None:
         if phase == "backward":
@@ -141,11 +141,12 @@ class LoopTrace:
             self.norm_backward = _total(list(gradient_norms(self.root).values()))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._running.append(torch.is_grad_enabled())
+        recomputes = torch._C._current_graph_task_id() != -1
+        self._running.append(torch.is_grad_enabled() and not recomputes)
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._running.append(torch.is_grad_enabled())
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        self._enter(module, args, kwargs)
+        if not self._running[-1] or not self._trains(module):
             return
         active = DistributedDataParallel._get_active_ddp_module()
         if self.wrapper is None and active is not None and active.module is module:  # a callback gets the module alone
@@ -160,6 +161,13 @@ class LoopTrace:
         if self.training is None:
             self.training = module.training
             self.quiet = tuple(name for name, part in random_modules(module) if not part.training)
+
+    def _trains(self, module: nn.Module) -> bool:
+        """Return whether a forward counts: one in evaluation mode does not beside one in training mode."""
+        if module.training and self.training is False:
+            self.samples, self.training = [], None
+            self.forwards = self.bypassed = 0
+        return module.training or not self.training
 
     def _leave(self, *_: Any) -> None:
         if self._running:

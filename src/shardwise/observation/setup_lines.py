@@ -188,7 +188,9 @@ def _micro_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
     wanted = expected.grad_accum
 
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
-        return str(facts.backwards), None if wanted is None else facts.backwards == wanted
+        text = str(facts.micro_batches)
+        text += f", with {facts.backwards} backwards" if facts.backwards > facts.micro_batches else ""
+        return text, None if wanted is None else facts.micro_batches == wanted
 
     return one_of_each("micro batches per step", UNSTATED if wanted is None else str(wanted), ranks, judge)
 

@@ -157,6 +157,15 @@ def type_words(plan: Plan) -> list[str]:
     return words + ([f"{plan.rounding} rounding"] if plan.rounding != "nearest" else [])
 
 
+_PROGRAMS_OF = {"deepspeed": ("deepspeed",), "torchtitan": ("torchtitan", "torchtitan-2024"), "trainer": ("trl",)}
+
+
+def export_problems(plan: Plan, target: str) -> list[str]:
+    """Return which types of a plan a file for ``target`` cannot say, unless its own program has them."""
+    words = [] if plan.program in _PROGRAMS_OF.get(target, ()) else type_words(plan)
+    return [f"no file for {target} says {' and '.join(words)}; plan without it"] if words else []
+
+
 def type_problems(plan: Plan) -> list[str]:
     """Return the contradictions of a plan's types."""
     found, low = [], plan.precision != "fp32"

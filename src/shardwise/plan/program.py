@@ -11,6 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,8 +27,8 @@ from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 # with ring attention. In the latter two, embedding and head work on sharded sequences, too.
 Framework = Literal["shardwise", "megatron", "torchtitan"]
 AttentionKernel = Literal["flash", "cudnn", "unfused"]
-Axis = Literal["tp", "pp", "cp"]
-AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
+Axis = Literal["tp", "pp", "cp", "ep"]
+AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 OWN = "shardwise"
 
 
@@ -113,7 +114,7 @@ SHARDWISE = ProgramTraits()
 def program_table() -> dict[str, dict[str, Any]]:
     """Rows of ``programs.toml`` by name, each with its ``about`` and ``sources``."""
     table: dict[str, dict[str, Any]] = tomllib.loads(
-        Path(__file__).with_name("programs.toml").read_text(encoding="utf-8")
+        files("shardwise.plan").joinpath("programs.toml").read_text(encoding="utf-8")
     )
     return table
 

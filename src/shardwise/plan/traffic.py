@@ -15,7 +15,7 @@ from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
 
-GRADIENT_BYTES = 4  # gradients are reduced in fp32
+GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
 DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
@@ -78,12 +78,14 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
         plan.grad_accum * (1.0 if plan.reference == "none" else 1.5),
     )  # one more forward
     spread = _experts(profile, dims.ep)
-    gradients = (profile.num_trainable - spread[1]) * GRADIENT_BYTES / model_ways
+    reduced, stepped = _reduced_bytes(plan, narrow), GRADIENT_BYTES if plan.weights == "fp32" else narrow
+    trained = (profile.num_trainable - spread[1]) / model_ways
+    gradients = trained * reduced
     found: dict[str, float] = {}
     if moved.ranks > 1:
         weights = _gathered(profile, narrow, experts=dims.ep == 1) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
-        replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * gradients
+        replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * trained * stepped
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
     if dims.ep > 1:
         found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, plan, moved, narrow)
@@ -99,6 +101,11 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if dims.pp > 1:
         found["pp"] = accum * 2 * activation / dims.tp
     return found
+
+
+def _reduced_bytes(plan: Plan, narrow: float) -> float:
+    """Bytes of an element of a gradient as it is reduced."""
+    return GRADIENT_BYTES if plan.reduce == "fp32" else narrow
 
 
 def _experts(profile: ModelProfile, ep: int) -> tuple[int, int]:
@@ -118,10 +125,11 @@ def _expert_weights_sent(spread: tuple[int, int], plan: Plan, moved: DataTraffic
     else:
         shards, replicas = 1, shards
     weights, gradients = (
-        n * size / (dims.ep * dims.pp) for n, size in zip(spread, (narrow, GRADIENT_BYTES), strict=True)
+        n * size / (dims.ep * dims.pp) for n, size in zip(spread, (narrow, _reduced_bytes(plan, narrow)), strict=True)
     )
+    stepped = spread[1] * (GRADIENT_BYTES if plan.weights == "fp32" else narrow) / (dims.ep * dims.pp)
     scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
-    replicated = moved.reduces * 2 * gradients / shards + moved.broadcasts * gradients
+    replicated = moved.reduces * 2 * gradients / shards + moved.broadcasts * stepped
     return scattered * (shards - 1) / shards + replicated * (replicas - 1) / replicas
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardwise.environment import launched_by, node_name, record_collectives
 from shardwise.errors import Interrupted, OutOfMemory, RankError
+from shardwise.launch.crash import raised_at
 from shardwise.launch.preemption import StopSignals
 from shardwise.launch.rank import guarded, lost_peer
 from shardwise.units import seconds_text
@@ -70,6 +72,8 @@ def run_job(job: Any, ranks: Any = None) -> int:
         if ranks.is_main:
             so_far(job, recorder, reporter)
         raise
+    except SystemExit as stop:
+        raise left_early(stop, session) from stop
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -80,6 +84,17 @@ def run_job(job: Any, ranks: Any = None) -> int:
             watch.close()
     session.close()
     return 0
+
+
+def left_early(stop: SystemExit, session: Any) -> BaseException:
+    """Return the error of a rank whose code ends it as if the run were done; other exit codes speak for themselves."""
+    if stop.code:
+        return stop
+    where = raised_at("".join(traceback.format_exception(stop)))
+    return RankError(
+        f"sys.exit was called in step {session.steps_done + 1}{f' at {where}' if where else ''}: "
+        "it ended with exit code 0 in the middle of the run"
+    )
 
 
 def told_before(job: Any, session: Any, outcome: Any, reporter: Any) -> bool:

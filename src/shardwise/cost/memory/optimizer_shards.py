@@ -33,7 +33,7 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     if layout.shards_state:
         if layout.flat_state:
             return optimizer_mean_bytes(pieces, layout, workload)
-        return _fullest_share(pieces, layout, workload)
+        return sum(_fullest_share(pieces, layout, workload, probe) for probe in PROBES)
     shards = tuple(layout.ranks_of(weight) for weight in PROBES)
     types, key = StateTypes.of(layout), _StateKey(workload)
     return sum(
@@ -109,8 +109,8 @@ def _local(weight: Weight, piece: LayerGroup, layout: ShardLayout) -> tuple[int,
     return local_weight(weight, layout.tp, layout.ep, vocab=not piece.is_block)
 
 
-def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload) -> int:
-    """Largest shard in ZeroRedundancyOptimizer's partition.
+def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, kind: Weight) -> int:
+    """Largest shard in ZeroRedundancyOptimizer's partition; of spread experts or of all other weights.
 
     The rule is that of `cost.memory.zero1_shares`, kept as sums on a heap.
     """
@@ -119,10 +119,11 @@ def _fullest_share(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload
         for piece in pieces
         for _ in range(piece.count)
         for w in piece.unit.weights
-        if w.trainable
+        if w.trainable and (layout.ep > 1 and bool(w.experts)) == bool(kind.experts)
     ]
-    loads = [(0, rank) for rank in range(layout.replicas)]
-    states = [0] * layout.replicas
+    ranks = layout.replicas_of(kind)
+    loads = [(0, rank) for rank in range(ranks)]
+    states = [0] * ranks
     shapes.sort(key=lambda one: (_stepped_in(one[0], one[1], workload, in_block=one[2]), -math.prod(one[0])))
     for shape, weight, in_block in shapes:
         load, rank = heapq.heappop(loads)

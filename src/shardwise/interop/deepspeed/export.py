@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.errors import PlanError
 from shardwise.interop.deepspeed.import_config import BESIDE, BESIDE_KEYS
 from shardwise.plan.deepspeed_stages import STAGES, deepspeed_config
-from shardwise.plan.plan import Plan, axis_problems
+from shardwise.plan.plan import Plan, axis_problems, export_problems
 from shardwise.units import counted
 
 _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
@@ -23,7 +23,7 @@ _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
 def twin_problems(plan: Plan) -> list[str]:
     """List why no DeepSpeed configuration is equivalent to ``plan``; empty if one is."""
     strategy = plan.parsed
-    problems = axis_problems(plan)
+    problems = axis_problems(plan) + export_problems(plan, "deepspeed")
     whys = {
         "ddp": "ZeRO stage 0 shards nothing, and PyTorch runs it; use zero1, zero2 or fsdp",
         "hsdp": "ZeRO has no replicas of shard groups whose optimizer is sharded, too; use fsdp",

@@ -141,7 +141,9 @@ TOP: dict[str, Key] = {
     "pipeline": Key("not run", "Shardwise runs pipelines on PyTorch only; make a plan with +pp instead"),
     "sequence_parallel_size": Key("not run", "Shardwise shards sequences on PyTorch only; make a plan with +cp", 1),
     "expert_parallel": Key("not run", "DeepSpeed is not run with experts over ranks; remove it, or use fsdp+ep"),
-    "use_data_before_expert_parallelism": Key("not run", "DeepSpeed is not run with experts over ranks; remove it", False),
+    "use_data_before_expert_parallelism": Key(
+        "not run", "DeepSpeed is not run with experts over ranks; remove it", False
+    ),
     "data_efficiency": Key("not run", "it changes which samples a step sees; remove it"),
     "hybrid_engine": Key("not run", "Shardwise trains only; remove it"),
     "weight_quantization": Key("not run", "it is for inference; remove it, or plan with +qlora"),

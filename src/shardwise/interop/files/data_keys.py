@@ -11,10 +11,13 @@ from shardwise.interop.files.key_table import Reading
 
 def model_rule(reading: Reading, key: str, value: Any) -> None:
     """Take a model: its folder is the configuration, the weights and the tokenizer."""
+    if not isinstance(value, str):
+        reading.refuse(key, value, "must be the folder of a model")
+        return
     for target in ("model.config", "model.weights", "data.tokenizer"):
-        reading.put(target, str(value))
+        reading.put(target, value)
     reading.taken.append(FileKey(key, value, "model.config, model.weights, data.tokenizer"))
-    if not Path(str(value)).expanduser().exists():
+    if not _is_here(value):
         reading.open.append(
             FileKey(key, value, "is not a folder here, and nothing is downloaded; give the folder of it")
         )
@@ -23,9 +26,17 @@ def model_rule(reading: Reading, key: str, value: Any) -> None:
 def add_source(reading: Reading, key: str, source: dict[str, Any]) -> None:
     """Add a part of the data, and say if it is not here."""
     reading.keys.setdefault("data.sources", []).append(source)
-    if not Path(source["path"]).expanduser().exists():
+    if not _is_here(source["path"]):
         why = "is not a file or a folder here, and nothing is downloaded; give the path of it"
         reading.open.append(FileKey(key, source["path"], why))
+
+
+def _is_here(path: str) -> bool:
+    """Return whether there is such a file or folder; a name that none can have is not here."""
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, or of an unknown user
+        return False
 
 
 def settle_sources(reading: Reading) -> None:

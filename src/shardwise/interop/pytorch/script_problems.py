@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
 from typing import Any
 
 from shardwise.plan.plan import Plan
@@ -75,7 +76,12 @@ def script_losses(plan: Plan, config: Config) -> list[str]:
 def script_problems(plan: Plan, config: Config) -> list[str]:
     """List why there is no script of the plan and the config; empty if there is one."""
     strategy, table = plan.parsed, config.optimizer
-    problems = []
+    problems = [
+        f"{where}.kwargs: {key!r} is no name of an argument; rename it"
+        for where, kwargs in (("model", config.model.kwargs), ("optimizer", table.kwargs))
+        for key in kwargs
+        if not key.isidentifier() or iskeyword(key)
+    ]
     whys = {
         "tp": "layers of this model sharded by hand",
         "pp": "the model split by hand",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import shlex
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,7 @@ def training_script(plan: Plan, config: Config, corpus: Corpus, data: ScriptData
         "skip": set(data.skip),
         "stdlib": config.data.path == "python:stdlib" and data.kind != "samples",
         "py": py,
+        "quoted": quoted,
     }
     text = _environment().get_template("train.py.j2").render(**parts, imports=_imports(parts))
     return _tidy(text)
@@ -68,7 +71,12 @@ def py(value: Any) -> str:
         return "{" + ", ".join(map(py, sorted(value))) + "}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{py(key)}: {py(one)}" for key, one in value.items()) + "}"
-    return repr(value)
+    return f'float("{value}")' if isinstance(value, float) and not isfinite(value) else repr(value)
+
+
+def quoted(text: str) -> str:
+    """Return ``text`` as a docstring may have it: no quote or line break in it ends the docstring."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _imports(parts: dict[str, Any]) -> str:
@@ -235,6 +243,8 @@ def _import(path: str) -> tuple[list[str], str]:
         return [], f"torch.optim.{name}"
     if not place.endswith(".py"):
         return [f"from {place} import {name}"], name
+    if not Path(place).stem.isidentifier():
+        raise PlanError(f"'{path}': the script cannot import a file of this name; rename it to letters, digits and _")
     folder = str(Path(place).parent)
     lines = ["import sys", f"sys.path.insert(0, {py(folder)})", f"from {Path(place).stem} import {name}  # noqa: E402"]
     return lines, name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,13 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-import typer
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
-from typer.models import ArgumentInfo, ParameterInfo
 
-from shardwise.cli.option_values import about_program, bad_choices, program_of, read_count, read_length
-from shardwise.cli.plan_config import batch_of, is_config, profile_of_model, with_config
 from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.price import Prices, price_of, read_prices
 from shardwise.errors import PlanError, UserError
@@ -31,11 +25,14 @@ from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, program_names
 from shardwise.plan.strategy import complete_strategy, parse_strategy
 from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
-from shardwise.run.calibration import read_links
-from shardwise.search.candidate import Pins
-from shardwise.search.problem import default_precision, precision_text, unknown_links
+from shardwise.search.advice import search_and_advise
+from shardwise.search.candidate import Pins, SearchResult
+from shardwise.search.option_values import about_program, bad_choices, program_of, read_count
+from shardwise.search.problem import Costs, default_precision, precision_text, unknown_links
 
 FoundT = TypeVar("FoundT")
+ProfileOf = Callable[..., ModelProfile]  # of a MODEL argument, by ``seq_len`` and ``compiled``
+LinksOf = Callable[[ClusterSpec], tuple[CalibrationFile, list[str]]]
 
 USUAL_LENGTH = 4096
 SHORTER = (2048, 1024, 512, 128)
@@ -57,6 +54,17 @@ class Word:
     write: Callable[[Any], str | None] = str
 
 
+@dataclass(frozen=True)
+class CommandOption:
+    """Command-line option of a field: its flag where that is not the field's name, its help and its bounds."""
+
+    flag: str | None = None
+    help: str = ""
+    min: int | None = None
+    max: int | None = None
+    is_argument: bool = False
+
+
 class PlanRequest(BaseModel):
     """Request with every default filled in: options, and the table ``[question]`` of a plan.
 
@@ -67,100 +75,102 @@ class PlanRequest(BaseModel):
 
     model: Annotated[
         str,
-        typer.Argument(
+        CommandOption(
             help="Catalogue name, config.json, its folder, package.module:factory, or a config file of train.",
-            show_default=False,
+            is_argument=True,
         ),
         Word(),
     ]
     cluster: ClusterSpec
     cluster_text: Annotated[
         str,
-        typer.Option(
+        CommandOption(
             "--cluster", help="8xA100-80GB, 2x8xH100-SXM, 4xRTX4090@pcie4, or a TOML file; default: this machine."
         ),
         Word(list[str] | None, name="cluster", write=lambda text: None if text == THIS_MACHINE else str(text)),
     ]
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample, such as 4096 or 4k."), Word()] = None
+    seq_len: Annotated[int | None, CommandOption(help="Tokens per sample, such as 4096 or 4k."), Word()] = None
     global_batch: Annotated[
-        int, typer.Option(help="Samples per step, all devices.", min=1, max=2**24), Word(int | None), Field(ge=1)
+        int, CommandOption(help="Samples per step, all devices.", min=1, max=2**24), Word(int | None), Field(ge=1)
     ]
     tokens: Annotated[
         float | None,
-        typer.Option(help="Total training tokens, such as 1e12 or 300B."),
+        CommandOption(help="Total training tokens, such as 1e12 or 300B."),
         Word(write=lambda number: f"{number:g}"),
     ] = None
     strategy: Annotated[
-        str | None, typer.Option(help="Only this strategy, such as fsdp+tp2, fitting or not."), Word()
+        str | None, CommandOption(help="Only this strategy, such as fsdp+tp2, fitting or not."), Word()
     ] = None
     micro_batch: Annotated[
-        int | None, typer.Option(help="Samples per forward on one rank.", min=1, max=2**24), Word(int | None)
+        int | None, CommandOption(help="Samples per forward on one rank.", min=1, max=2**24), Word(int | None)
     ] = None
-    recompute: Annotated[Recompute | None, typer.Option(help="Recompute mode: none, selective or full."), Word()] = None
+    recompute: Annotated[Recompute | None, CommandOption(help="Recompute mode: none, selective or full."), Word()] = (
+        None
+    )
     precision: Annotated[
-        Precision | None, typer.Option(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
+        Precision | None, CommandOption(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
     ] = None
-    optimizer: Annotated[OptimizerName, typer.Option(help=f"{either([*OPTIMIZERS])}."), Word(str, "adamw")] = "adamw"
+    optimizer: Annotated[OptimizerName, CommandOption(help=f"{either([*OPTIMIZERS])}."), Word(str, "adamw")] = "adamw"
     optimizer_in_backward: Annotated[
         bool,
-        typer.Option("--optimizer-in-backward", help="Update each weight as its gradient is ready; no accumulation."),
+        CommandOption("--optimizer-in-backward", help="Update each weight as its gradient is ready; no accumulation."),
         Word(bool, False),
     ] = False
     lora_rank: Annotated[
-        int, typer.Option(help="Of +lora and +qlora; default: 16.", min=1, max=2**16), Word(int | None), Field(ge=1)
+        int, CommandOption(help="Of +lora and +qlora; default: 16.", min=1, max=2**16), Word(int | None), Field(ge=1)
     ] = 16
     lora_targets: Annotated[
         tuple[str, ...],
-        typer.Option(help="all-linear (default), attention, mlp, or names such as q_proj,v_proj."),
+        CommandOption(help="all-linear (default), attention, mlp, or names such as q_proj,v_proj."),
         Word(write=",".join),
     ] = ()
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile blocks with torch.compile."), Word(bool, False)
+        bool, CommandOption("--compile", help="Compile blocks with torch.compile."), Word(bool, False)
     ] = False
     fused_loss: Annotated[
         bool,
-        typer.Option("--loss", help="plain or fused; a fused loss never converts logits to fp32."),
+        CommandOption("--loss", help="plain or fused; a fused loss never converts logits to fp32."),
         Word(str, "plain", "loss", lambda fused: "fused"),
     ] = False
     loss_chunks: Annotated[
-        int, typer.Option(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
+        int, CommandOption(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
     ] = 1
     program_text: Annotated[
         str,
-        typer.Option("--program", help=f"Whose costs: {', '.join(program_names())}, or a TOML file of traits."),
+        CommandOption("--program", help=f"Whose costs: {', '.join(program_names())}, or a TOML file of traits."),
         Word(str, OWN, name="program"),
     ] = OWN
     program: ProgramTraits = SHARDWISE
     weights: Annotated[
         WeightType | None,
-        typer.Option(help="Stored as fp32, compute (pure bf16), masters (beside fp32 ones); default: the program's."),
+        CommandOption(help="Stored as fp32, compute (pure bf16), masters (beside fp32 ones); default: the program's."),
         Word(),
     ] = None
     accumulate: Annotated[
-        GradientType | None, typer.Option(help="Type of gradients beside masters: fp32 or compute."), Word()
+        GradientType | None, CommandOption(help="Type of gradients beside masters: fp32 or compute."), Word()
     ] = None
     reduce: Annotated[
-        GradientType | None, typer.Option(help="Type in which gradients are reduced: fp32 or compute."), Word()
+        GradientType | None, CommandOption(help="Type in which gradients are reduced: fp32 or compute."), Word()
     ] = None
     rounding: Annotated[
-        Rounding | None, typer.Option(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
+        Rounding | None, CommandOption(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
     ] = None
     virtual_stages: Annotated[
-        int, typer.Option(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)
+        int, CommandOption(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)
     ] = 1
     document_len: Annotated[
         int | None,
-        typer.Option(help="Mean tokens of documents packed into a sample; attention stays inside each.", min=1),
+        CommandOption(help="Mean tokens of documents packed into a sample; attention stays inside each.", min=1),
         Word(int | None),
     ] = None
     objective: Annotated[
         Objective,
-        typer.Option(help="lm (next tokens), or dpo: pairs and a frozen reference; planned, not run."),
+        CommandOption(help="lm (next tokens), or dpo: pairs and a frozen reference; planned, not run."),
         Word(str, "lm"),
     ] = "lm"
     framework_overhead: Annotated[
         bool,
-        typer.Option(help="Count CUDA context, NCCL, launches: on, off."),
+        CommandOption(help="Count CUDA context, NCCL, launches: on, off."),
         Word(str, "on", write=lambda on: "off"),
     ] = True
     grad_accum: int | None = None  # this and what follows, up to adapter: of a config file
@@ -171,7 +181,7 @@ class PlanRequest(BaseModel):
     adapter: AdapterOptions | None = None
     any_plan: Annotated[
         bool,
-        typer.Option("--any", help="Recommend plans that this version does not run, too."),
+        CommandOption("--any", help="Recommend plans that this version does not run, too."),
         Word(bool, False),
     ] = False
     calibration: CalibrationFile | None = None
@@ -228,10 +238,10 @@ class PlanRequest(BaseModel):
         """
         words, flags = [], []
         for name, field in type(self).model_fields.items():
-            word, info = _word(field), _info(field)
-            if word is None or isinstance(info, ArgumentInfo):
+            word, info = word_of(field), option_of(field)
+            if word is None or info is None or info.is_argument:
                 continue
-            option, value = _flag(name, info), getattr(self, name)
+            option, value = info.flag or "--" + name.replace("_", "-"), getattr(self, name)
             given = field.is_required() or value != field.default
             if word.kind is bool:
                 flags += [option] if given or option in changes else []
@@ -241,54 +251,39 @@ class PlanRequest(BaseModel):
         return shlex.join(["shardwise", "plan", self.model, *words, *flags])
 
 
-def _word(field: FieldInfo) -> Word | None:
+def word_of(field: FieldInfo) -> Word | None:
+    """Return the field's command-line form; None if it has none."""
     return next((item for item in field.metadata if isinstance(item, Word)), None)
 
 
-def _info(field: FieldInfo) -> ParameterInfo | None:
-    return next((item for item in field.metadata if isinstance(item, ParameterInfo)), None)
+def option_of(field: FieldInfo) -> CommandOption | None:
+    """Return the field's option; None if it has none."""
+    return next((item for item in field.metadata if isinstance(item, CommandOption)), None)
 
 
-def _flag(name: str, info: Any) -> str:
-    return info.default if isinstance(info.default, str) else "--" + name.replace("_", "-")
+def usual_words() -> dict[str, Any]:
+    """Return what a command line without options gives: each word's default, by the parameter's name."""
+    words = [(name, word_of(field)) for name, field in PlanRequest.model_fields.items()]
+    return {word.name or name: word.usual for name, word in words if word is not None}
 
 
-def with_plan_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give ``verb`` an option for each `Word` of `PlanRequest`, before its other ones.
-
-    The verb receives them as a mapping.
-    """
-    alone = inspect.Parameter.KEYWORD_ONLY
-    options = []
-    for name, field in PlanRequest.model_fields.items():
-        if (word := _word(field)) is not None:
-            kind, info = word.kind, _info(field)
-            read: Any = Annotated[kind, info]
-            options.append(inspect.Parameter(word.name or name, alone, default=word.usual, annotation=read))
-
-    def command(**words: Any) -> None:
-        request = {option.name: words.pop(option.name, option.default) for option in options}
-        verb(request, **words)
-
-    _, *other = inspect.signature(verb, eval_str=True).parameters.values()
-    signature = inspect.Signature([*options, *(parameter.replace(kind=alone) for parameter in other)])
-    command.__signature__ = signature  # type: ignore[attr-defined]
-    return command
-
-
-def read_request(
-    words: dict[str, Any], *, price: Path | None, calibration: Path | None, output: Path | None
+def build_request(
+    words: dict[str, Any],
+    *,
+    problems: list[str],
+    notes: list[str],
+    profile_of: ProfileOf,
+    price: Path | None = None,
+    links_of: LinksOf | None = None,
 ) -> tuple[PlanRequest, ModelProfile, Prices, list[str]]:
-    """Check all arguments, find model and cluster; also return notes on filled-in values.
+    """Check all words, find model and cluster; also return notes on filled-in values.
+
+    ``problems`` and ``notes`` are those found so far; ``seq_len`` and ``cluster`` are still texts.
 
     Raises:
-        UserError: every invalid argument, at once.
+        UserError: every invalid word, at once.
     """
-    problems, first_notes = _unwritable(output), list[str]()
-    words["seq_len"] = tried(problems, lambda: read_length(words["seq_len"]))
-    words["cluster"] = tried(problems, lambda: _only(words["cluster"]))
-    if is_config(words["model"]):
-        words, first_notes = tried(problems, partial(with_config, words)) or (words, [])
+    first_notes = list(notes)
     if words["strategy"] not in (None, "auto"):
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
@@ -298,7 +293,7 @@ def read_request(
     cluster = tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
     program = tried(problems, lambda: program_of(words, cluster))
     prices = tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
-    profile, notes = tried(problems, lambda: _profile(words)) or (None, [])
+    profile, notes = tried(problems, lambda: _profile(words, profile_of)) or (None, [])
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
@@ -306,8 +301,8 @@ def read_request(
         asked_for = f"--objective {words['objective']}"
         problems.append(f"{asked_for} compares sequences, and '{profile.name}' has none; leave it out")
     links = None
-    if calibration is not None and cluster is not None:
-        links, about = tried(problems, partial(read_links, calibration, cluster)) or (None, [])
+    if links_of is not None and cluster is not None:
+        links, about = tried(problems, partial(links_of, cluster)) or (None, [])
         notes += about
     if problems or cluster is None or profile is None or program is None:
         raise UserError(*dict.fromkeys(problems))  # a config's own are found again where its model is read
@@ -321,7 +316,7 @@ def read_request(
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
         cluster = cluster.model_copy(update={"price_per_device_hour": hour})
-    batch = words["global_batch"] or batch_of(words, cluster)
+    batch = words["global_batch"] or _config_batch(words, cluster)
     if batch is None:
         batch = cluster.world_size * (words["micro_batch"] or 1)
         notes.append(f"--global-batch was not given: {batch}, {words['micro_batch'] or 1} for each device")
@@ -347,6 +342,47 @@ def _requested(words: Mapping[str, Any], found: Mapping[str, Any]) -> PlanReques
 
 def _pinned(text: str | None) -> str | None:
     return None if text in (None, "auto") else str(parse_strategy(text))
+
+
+def search_request(request: PlanRequest, profile: ModelProfile, *, costs: Costs, profile_of: ProfileOf) -> SearchResult:
+    """Search the plans of a request; where none fits, with what would."""
+
+    def shorter(length: int) -> ModelProfile:
+        return profile_of(request.model, seq_len=length, compiled=request.compiled)
+
+    return search_and_advise(
+        profile,
+        request.workload,
+        request.cluster,
+        request.pins,
+        costs=costs,
+        shorter=shorter if profile.seq_len else None,
+        any_plan=request.any_plan,
+        saves_memory=not is_config(request.model),  # ``train`` takes a config's options as they are
+        command=lambda options, _: request.command(options),
+    )
+
+
+def plan_file_text(plan_toml: str, request: PlanRequest) -> str:
+    """Return a plan file: the plan, and its request as a table ``[question]``, which `read_plan` ignores."""
+    import tomli_w
+
+    question = request.model_dump(mode="json", exclude_none=True, by_alias=True)
+    return plan_toml + "\n" + tomli_w.dumps({"question": question})
+
+
+def is_config(model: str | None) -> bool:
+    """Return whether a MODEL argument is a config file of ``train``."""
+    return model is not None and model.lower().endswith(".toml")
+
+
+def _config_batch(words: Mapping[str, Any], cluster: ClusterSpec) -> int | None:
+    """Return the global batch of a config that names its parts; ``None`` where it names none."""
+    if "grad_accum" not in words or not (words["grad_accum"] or words["micro_batch"]):
+        return None
+    strategy = None if words["strategy"] is None else parse_strategy(words["strategy"])
+    ranks = cluster.world_size // (1 if strategy is None else strategy.tp * strategy.pp * strategy.cp)
+    return max(1, ranks) * (words["micro_batch"] or 1) * (words["grad_accum"] or 1)
 
 
 def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
@@ -403,12 +439,6 @@ def _left_out(
     return notes
 
 
-def _only(clusters: list[str] | None) -> str | None:
-    if clusters and len(clusters) > 1:
-        raise UserError(f"--cluster is given {len(clusters)} times ({', '.join(clusters)}); plan for one at a time")
-    return clusters[0] if clusters else None
-
-
 def find_cluster(text: str | None, device: str = "auto", nproc: int | None = None) -> ClusterSpec:
     """The cluster of a ``--cluster`` text or file; without one this machine, of which a config may take a part."""
     if text is not None:
@@ -427,7 +457,7 @@ def _prices(path: Path) -> Prices:
     return read_prices(path, gpu_names())
 
 
-def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
+def _profile(words: Mapping[str, Any], profile_of: ProfileOf) -> tuple[ModelProfile, list[str]]:
     """Build the model's profile; also notes.
 
     Without a given length, the usual or the longest supported one is used, and noted.
@@ -436,7 +466,7 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
     before: list[str] = []
     for length in lengths:
         try:
-            profile = profile_of_model(words["model"], seq_len=length, compiled=words["compiled"])
+            profile = profile_of(words["model"], seq_len=length, compiled=words["compiled"])
         except UserError as error:
             if length == lengths[-1] or list(error.problems) == before:
                 raise  # an error unrelated to the length is not repeated five times
@@ -445,25 +475,8 @@ def _profile(words: Mapping[str, Any]) -> tuple[ModelProfile, list[str]]:
         break
     longest = profile.max_seq_len
     if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
-        profile = profile_of_model(words["model"], seq_len=longest, compiled=words["compiled"])
+        profile = profile_of(words["model"], seq_len=longest, compiled=words["compiled"])
     notes = []
     if words["seq_len"] is None and profile.seq_len is not None:
         notes.append(f"--seq-len was not given: {profile.seq_len} tokens")
     return profile, notes
-
-
-def _unwritable(path: Path | None) -> list[str]:
-    """Reason why a file cannot be written, checked before the search."""
-    why = ""
-    if path is None:
-        return []
-    try:
-        if path.is_dir():
-            why = "it is a folder"
-        elif not path.parent.is_dir():
-            why = f"there is no folder '{path.parent}'"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "permission denied"
-    except OSError as error:
-        why = error.strerror or str(error)
-    return [f"-o '{path}' cannot be written: {why}; choose another file"] if why else []

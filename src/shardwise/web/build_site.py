@@ -1,0 +1,119 @@
+"""Build the static site: the planner page with its engine.
+
+``python -m shardwise.web.build_site -o build/site`` is what ``make site`` runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardwise.errors import ShardwiseError
+from shardwise.units import bytes_text
+from shardwise.web import site_parts
+
+ASSETS = Path(__file__).with_name("assets")
+PACKAGE = Path(__file__).parents[1]
+PAGE = "index.html"
+# what plans: of these, every file that does not import torch or numpy when it is loaded
+LAYERS = (
+    *("__init__.py", "errors.py", "units.py", "environment.py", "document.py", "import_object.py"),
+    *("hardware", "model", "plan", "cost", "search"),
+    *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py", "web/__init__.py", "web/answer.py"),
+)
+HEAVY = re.compile(r"^(?:import|from) (?:torch|numpy|typer|rich)\b", re.MULTILINE)
+STAMP = (1980, 1, 1, 0, 0, 0)  # the same sources make the same bytes
+
+
+def build_site(output: Path, *, cache: Path) -> Path:
+    """Write the site to ``output``; ``cache`` keeps what is downloaded.
+
+    Raises:
+        UserError: npm is missing.
+        MachineError: a part cannot be downloaded.
+    """
+    pyodide = site_parts.npm_package(*site_parts.PYODIDE, cache)
+    found = site_parts.wheels(cache)
+    if output.is_dir():
+        shutil.rmtree(output)
+    shutil.copytree(ASSETS, output)
+    site_parts.unpack_npm(pyodide, site_parts.PYODIDE_FILES, output / "engine")
+    pack_engine(output / "engine" / "shardwise.zip", found)
+    site_parts.precompile(output / "engine", output / "engine" / "shardwise.zip")
+    (output / "site.json").write_text(json.dumps(facts_of(output), indent=1) + "\n")
+    return output
+
+
+def pack_engine(target: Path, wheels: list[Path]) -> None:
+    """Pack the planning layers and the wheels they import as one zip, which Pyodide unpacks."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for path in engine_files():
+            _add(archive, str(Path("shardwise") / path.relative_to(PACKAGE)), path.read_bytes())
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as source:
+                for name in sorted(source.namelist()):
+                    if not name.endswith("/"):
+                        _add(archive, name, source.read(name))
+
+
+def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    archive.writestr(zipfile.ZipInfo(name, STAMP), data, zipfile.ZIP_DEFLATED)
+
+
+def engine_files() -> Iterator[Path]:
+    """Yield the files of the package that the browser gets."""
+    for name in LAYERS:
+        start = PACKAGE / name
+        for path in [start] if start.is_file() else sorted(start.rglob("*")):
+            if path.suffix in (".toml", ".csv") or (path.suffix == ".py" and not HEAVY.search(path.read_text())):
+                yield path
+
+
+def facts_of(site: Path) -> dict[str, object]:
+    """Return the version, and size and hash of each file of the engine."""
+    files = [path for path in sorted(site.rglob("*")) if path.is_file()]
+    engine = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in sorted((site / "engine").iterdir())
+    }
+    return {
+        "version": _version(),
+        "machine": False,
+        "bytes": sum(path.stat().st_size for path in files),
+        "engine": engine,
+    }
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def main() -> None:
+    """Build the site, and say how large it is."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("build/site"))
+    parser.add_argument("--cache", type=Path, default=Path("build/parts"))
+    words = parser.parse_args()
+    try:
+        site = build_site(words.output, cache=words.cache)
+    except ShardwiseError as error:
+        print(f"site: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
+    print(f"{site}: {bytes_text(size)}; show it with: python -m http.server -d {site}")
+
+
+if __name__ == "__main__":
+    main()
