@@ -25,6 +25,7 @@ from shardwise.model.profile import Weight
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -346,6 +347,20 @@ class TestTime:
         copies = 4096 * 8 * 2048 * 2 * 48  # tokens × experts a token × width × bf16 × layers
         assert sent["ep"] == 4 * 4 * copies * 7 / 8
         assert sent["dp"] < sent_bytes(self.PROFILE, plan_for("fsdp", 16))["dp"] / 4
+        again = sent_bytes(self.PROFILE, plan_for("fsdp+ep8", 16, recompute="full"))
+        assert again["ep"] == 6 / 4 * sent["ep"], "recompute needs what the experts sent back: it is weighed afterwards"
+
+    def test_recompute_repeats_both_exchanges_where_results_are_weighed_after_them(self):
+        waits = []
+        for recompute in ("none", "full"):
+            plan = plan_for("fsdp+ep8", 16, recompute=recompute)
+            own, other = (
+                step_time(self.PROFILE, plan, Workload(program=program), self.CLUSTER).exposed_ep_s
+                for program in (SHARDWISE, find_program("torchtitan"))
+            )
+            waits.append((own, other))
+        assert waits[1][0] / waits[0][0] == pytest.approx(6 / 4)
+        assert waits[1][1] / waits[0][1] == pytest.approx(5 / 4)
 
 
 def test_parameters_of_experts_are_stepped_by_the_ranks_that_have_them():

@@ -18,6 +18,7 @@ from shardwise.plan.strategy import Strategy
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
 DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
+REPEATED_DISPATCHES = 2  # once more with recompute: results are weighed where they come back, so both run again
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
 
@@ -140,8 +141,8 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     firsts = (
         (next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units
     )
-    again = DISPATCHES + (plan.recompute != "none")
-    return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * again
+    exchanges = DISPATCHES + (REPEATED_DISPATCHES if plan.recompute != "none" else 0)
+    return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 
 def _gathered(profile: ModelProfile, narrow: float, *, experts: bool = True) -> float:
