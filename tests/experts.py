@@ -55,9 +55,11 @@ def routers_loss(rows: list[tuple[torch.Tensor, torch.Tensor]], top_k: int, term
     return terms.aux_loss * number * (f * p).sum() + terms.z_loss * z
 
 
-def mixture(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False) -> nn.Module:
+def mixture(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False, **keys: Any
+) -> nn.Module:
     """A tiny model of a family; ``starved``: one expert of each layer never gets a token."""
-    model = family(name, seed=seed, dtype=dtype)
+    model = family(name, seed=seed, dtype=dtype, **keys)
     for router in routers(model) if starved else ():
         router.e_score_correction_bias[1] = -10.0
     return model

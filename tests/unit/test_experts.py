@@ -29,6 +29,8 @@ from shardwise.plan.program import SHARDWISE, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.report.plan_json import document
+from shardwise.search.search import search
 
 SMALL = {
     "num_hidden_layers": 5,
@@ -183,14 +185,16 @@ def test_all_wrong_sizes_are_told_at_once(family, keys, says):
 def test_what_a_configuration_states_and_nobody_builds_is_told():
     keys = SMALL | OWN | {"model_type": "deepseek_v3", "n_routed_experts": 16}
     plain = architecture_from_config(keys)
-    more = architecture_from_config(keys | {"num_nextn_predict_layers": 2, "moe_layer_freq": 2})
+    stated = {"num_nextn_predict_layers": 2, "moe_layer_freq": 2, "quantization_config": {"quant_method": "fp8"}}
+    more = architecture_from_config(keys | stated)
     assert plain is not None and more is not None
     assert parameter_count(plain) == parameter_count(more)
-    told = profile_of(more, 64).unknown
-    assert [words for words in ("multi-token prediction", "moe_layer_freq 2") if any(words in one for one in told)] == [
-        "multi-token prediction",
-        "moe_layer_freq 2",
-    ]
+    profile = profile_of(more, 64)
+    cluster, workload = parse_cluster("8xH100-SXM"), Workload(seq_len=64, global_batch=8)
+    answer = document(profile, cluster, workload, search(profile, workload, cluster), notes=("a default",))
+    for told in (profile.unknown, answer.notes):
+        for words in ("multi-token prediction", "moe_layer_freq 2", "stored in fp8"):
+            assert sum(words in one for one in told) == 1, (words, told)
 
 
 def plan_for(strategy: str, world: int, **own) -> Plan:
@@ -225,6 +229,7 @@ class TestMemory:
         assert shard_dim(stacked, (8, 96, 64), 8) == 0
         assert rest_shape(stacked, (8, 96, 64), 4) == (2, 96, 64)
         assert rest_shape(stacked, (8, 96, 64), 32) == (8, 3, 64)
+        assert rest_shape(stacked, (8, 96, 64), 32, whole=True) == (1, 96, 64)
         assert rest_shape(stacked, (8, 96, 64), 64) == (8, 96, 1)  # 64 does not divide the rows
         assert rest_shape(stacked, (8, 96, 64), 5) == (2, 96, 64)
         assert rest_shape(Weight("up", (8, 96)), (8, 96), 32) == (1, 96)

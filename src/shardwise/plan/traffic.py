@@ -13,6 +13,7 @@ from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import find_program, program_table
 from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
@@ -83,7 +84,9 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     trained = (profile.num_trainable - spread[1]) / model_ways
     gradients = trained * reduced
     found: dict[str, float] = {}
-    if moved.ranks > 1:
+    if moved.ranks > 1 and _partitions(plan):
+        found["dp"] = (moved.reduces * gradients + trained * stepped) * (moved.ranks - 1) / moved.ranks
+    elif moved.ranks > 1:
         weights = _gathered(profile, narrow, experts=dims.ep == 1) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * trained * stepped
@@ -102,6 +105,12 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if dims.pp > 1:
         found["pp"] = accum * 2 * activation / dims.tp
     return found
+
+
+def _partitions(plan: Plan) -> bool:
+    """Return whether the plan is DeepSpeed's ZeRO-2: full weights, gathered once as they are stepped."""
+    known = plan.program in program_table()
+    return plan.parsed.base == "zero2" and known and find_program(plan.program).zero == "deepspeed"
 
 
 def _reduced_bytes(plan: Plan, narrow: float) -> float:

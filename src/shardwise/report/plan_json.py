@@ -184,7 +184,10 @@ class PlanDocument(Facts):
     other_trainings: list[str] = Field(
         description="cheaper ones, where the recommended plan offloads or cuts the model"
     )
-    notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
+    notes: list[str] = Field(
+        description="what was not given and filled in, what was given without effect, and what of the model is "
+        "counted otherwise or left out"
+    )
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 
 
@@ -203,7 +206,7 @@ def document(
     notes: Sequence[str] = (),
     prices: Prices | None = None,
 ) -> PlanDocument:
-    """Build the document; ``notes`` are defaults that were used and options without effect."""
+    """Build the document; ``notes`` are defaults that were used and options without effect, beside the model's own."""
     precision = result.candidates[0].plan.precision if result.candidates else None
     chosen = None if result.recommended is None else result.candidates[result.recommended]
     return PlanDocument(
@@ -233,7 +236,7 @@ def document(
         recommendation=chosen.plan.reason if chosen else None,
         advice=list(result.advice),
         other_trainings=list(result.other_trainings),
-        notes=list(notes),
+        notes=[*dict.fromkeys((*notes, *profile.unknown))],
         proof=proof,
     )
 
