@@ -163,7 +163,17 @@ def test_the_quick_bound_is_below_the_estimate(name: str, model: str) -> None:
     workload = Workload(program=program)
     totals = totals_of(known, workload, NODE, "bf16")
     found = {}
-    for strategy in ("ddp", "zero1", "zero1+tp2", "zero1+pp2", "zero1+cp2", "zero1+ep2", "fsdp+cp2", "fsdp+ep4", "zero2"):
+    for strategy in (
+        "ddp",
+        "zero1",
+        "zero1+tp2",
+        "zero1+pp2",
+        "zero1+cp2",
+        "zero1+ep2",
+        "fsdp+cp2",
+        "fsdp+ep4",
+        "zero2",
+    ):
         parsed = parse_strategy(strategy)
         if program.refuses(parsed) or (parsed.ep > 1 and not known.experts):
             continue

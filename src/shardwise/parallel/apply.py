@@ -1,7 +1,7 @@
 """Apply a plan to a live module: every step, in order, on this page.
 
-check → adapters → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel → loss chunks →
-activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
+check → adapters → types at rest → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel →
+loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -23,6 +23,7 @@ from shardwise.distributed.mesh import Meshes, build_mesh
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
+from shardwise.optim.low_precision import low_precision
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
@@ -37,7 +38,7 @@ from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters
 from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, make_pipeline, split_stages
-from shardwise.parallel.precision import apply_autocast
+from shardwise.parallel.precision import apply_autocast, store_low
 from shardwise.parallel.split_parameters import SplitParameters
 from shardwise.parallel.tensor_parallel.parallelize import apply_tensor
 from shardwise.parallel.unsupported_tensors import check_tensors
@@ -83,6 +84,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     adapters = _adapters(module, plan)
+    store_low(module, plan)
     spec = read_model(module)
     spec = spec if adapters is None else quantized_spec(spec, adapters.packed)
     check_model(spec, plan)
@@ -266,6 +268,7 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         begin = optimizer.defaults["initial_accumulator_value"]
         groups = [{**group} for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
+    optimizer = low_precision(optimizer, plan, {id(p): name for name, p in live.items()})
     return shard_optimizer(optimizer) if shards_state else optimizer
 
 

@@ -194,7 +194,7 @@ def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
 def has_masters(
     strategy: Strategy, dims: ParallelDims, program: ProgramTraits, weights: WeightType, width: int
 ) -> bool:
-    """Return whether weights of ``width`` bytes rest beside fp32 masters: as asked, or as Megatron-LM does by itself."""
+    """Return whether weights of ``width`` bytes rest beside fp32 masters: as asked, or as in Megatron-LM."""
     splits = not strategy.shards_parameters and dims.tp * dims.pp * dims.cp * dims.ep > 1
     usual = splits and program.is_own and framework_of(strategy, program.modules) == "megatron"
     return width < FP32 and (weights == "masters" or usual)
@@ -230,7 +230,7 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         accumulated=width if plan.accumulate == "compute" or plan.weights == "compute" else FP32,
         reduced=width if plan.reduce == "compute" else FP32,
         partitions=partitions,
-        flat_state=masters or program.zero != "torch",
+        flat_state=(masters and framework == "megatron") or program.zero != "torch",
         kahan=plan.rounding == "kahan",
         buckets=program.bucket_elements * width,
         fp8_saved=plan.precision == "fp8" and program.fp8_activations,

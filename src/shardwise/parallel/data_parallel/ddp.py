@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import reduced_dtype
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -37,7 +38,26 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
     outer.syncs_buffers = bool(spec.batch_norms)
+    sent = reduction_dtype(spec, plan)
+    if sent is not None:
+        outer.register_comm_hook(sent, _reduce_in)
     return outer
+
+
+def reduction_dtype(spec: ModelSpec, plan: Plan) -> torch.dtype | None:
+    """Return the type in which DDP's buckets are added up, where it is not their own."""
+    trained = {p.dtype for p in spec.parameters if p.trainable}
+    changed = {reduced_dtype(plan, dtype) for dtype in trained if reduced_dtype(plan, dtype) != dtype}
+    found: torch.dtype | None = getattr(torch, changed.pop()) if changed else None
+    return found
+
+
+def _reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Add up a bucket in another type than its own: the mean is taken before, and the sum is cast back."""
+    own = bucket.buffer()
+    wide = own.to(dtype).div_(dist.get_world_size())
+    work = dist.all_reduce(wide, async_op=True).get_future()
+    return work.then(lambda done: own.copy_(done.value()[0]))
 
 
 class Replicated(DistributedDataParallel):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +43,8 @@ def apply_shard(
     materialize_unit(module, device, fill)
     broadcast_buffers(module)
     shard_unit(module, plan, mesh, is_root=True)
+    if plan.weights == "masters" and plan.accumulate == "fp32":
+        accumulate_in_fp32(module)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
     return module
@@ -56,6 +60,22 @@ def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, 
         mp_policy=mixed_precision_policy(plan, is_root=is_root and is_last_stage),
         offload_policy=CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy(),
     )
+
+
+def accumulate_in_fp32(root: nn.Module) -> None:
+    """Let sharded gradients rest in fp32, as they are reduced, and not in the type of their bf16 parameters."""
+
+    def with_fp32(group: Any, first: Callable[[], None]) -> None:
+        first()
+        group._orig_dtype = torch.float32 if group._orig_dtype is not None else None
+
+    for unit in root.modules():
+        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:
+            group._init_mp_dtypes = partial(with_fp32, group, group._init_mp_dtypes)
+    for parameter in root.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.grad_dtype = torch.float32
 
 
 def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> None:
