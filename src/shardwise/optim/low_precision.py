@@ -10,7 +10,7 @@ ranks and after a resume the same. The plain case, bf16 with nearest rounding, i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -103,14 +103,26 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         if keeps == "kahan":
             local_of(state[REST]).copy_(wide.sub_(weight))
 
+    def relayout(self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]) -> None:
+        """Refuse saved state that keeps other bits; the same state is laid out as its parameter everywhere.
+
+        Raises:
+            ValueError: the saved values are not such a state.
+        """
+        keeps: Keeps = next(g["keeps"] for g in self.param_groups if any(p is parameter for p in g["params"]))
+        here = {"step", "exp_avg", "exp_avg_sq", *([_EXTRA[keeps]] if keeps in _EXTRA else [])}
+        found = {*saved, *values}
+        if found and found != here:
+            kind = next((name for name, key in _EXTRA.items() if key in found), "stochastic")
+            raise ValueError(f"state of {kind} in the checkpoint, of {keeps} here")
+
     @staticmethod
     def _begin(parameter: torch.Tensor, state: dict[str, Any], keeps: Keeps) -> None:
         dtype = torch.float32 if keeps == "masters" else parameter.dtype
         state["step"] = torch.zeros((), dtype=torch.float32, device=local_of(parameter).device)
-        for key in ("exp_avg", "exp_avg_sq", *([REST] if keeps == "kahan" else [])):
+        for key in ("exp_avg", "exp_avg_sq", *([_EXTRA[keeps]] if keeps in _EXTRA else [])):
             state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if keeps == "masters":
-            state[MASTER] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
             local_of(state[MASTER]).copy_(local_of(parameter))
 
 

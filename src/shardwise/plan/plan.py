@@ -192,9 +192,7 @@ def unrun_types(plan: Plan) -> list[str]:
         return [f"{shown}: runs in bf16, and precision is {plan.precision}; set precision to bf16, or leave it out"]
     if str(strategy) not in BARE_STRATEGIES:
         able = ", ".join(BARE_STRATEGIES)
-        return [
-            f"{shown}: runs under {able}, and can only be planned for {strategy}; name one of them, or leave it out"
-        ]
+        return [f"{shown}: runs under {able}, and is only planned for {strategy}; name one of them, or leave it out"]
     if plan.weights == "masters" and plan.accumulate == "fp32" and not strategy.shards_parameters:
         return [
             f"weights = 'masters' under {strategy}: DDP's buckets have the weights' type, so fp32 gradients are not "

@@ -40,7 +40,7 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
     outer.syncs_buffers = bool(spec.batch_norms)
     sent = reduction_dtype(spec, plan)
     if sent is not None:
-        outer.register_comm_hook(sent, _reduce_in)
+        outer.register_comm_hook(sent, lambda dtype, bucket: _reduce_in(dtype, bucket))  # DDP reads annotations
     return outer
 
 
