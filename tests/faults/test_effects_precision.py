@@ -48,21 +48,22 @@ def policy_without_types(plan: Any, *, is_root: bool) -> Any:
 
 
 real_policy = fsdp_module.mixed_precision_policy
+REAL = low_precision_module.LowPrecisionAdamW
 
 
-class ForgetsTheRest(low_precision_module.LowPrecisionAdamW):
+class ForgetsTheRest(REAL):
     """It is asked for Kahan summation, and rounds to nearest."""
 
     def _step_one(self, parameter: Any, gradient: Any, group: dict[str, Any]) -> None:
         super()._step_one(parameter, gradient, {**group, "keeps": "nearest"})
 
 
-class WideMoments(low_precision_module.LowPrecisionAdamW):
+class WideMoments(REAL):
     """Its moments are fp32."""
 
     @staticmethod
     def _begin(parameter: Any, state: dict[str, Any], keeps: Any) -> None:
-        low_precision_module.LowPrecisionAdamW._begin(parameter, state, keeps)
+        REAL._begin(parameter, state, keeps)
         state["exp_avg"] = state["exp_avg"].float()
 
 

@@ -280,6 +280,7 @@ class TestAdapters:
             ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
             ("olmoe", {"num_experts": 16}),
             ("phimoe", {}),
+            ("deepseek_v3", OWN | {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 2}),
         ],
     )
     @pytest.mark.parametrize("targets", [(), ("attention",)])
@@ -298,6 +299,7 @@ class TestAdapters:
         plan = plan_for("fsdp+lora", 2, seq_len=64).model_copy(update={"adapter": options})
         add_adapters(module, plan, real=False)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        assert not any(".experts." in name for name, p in module.named_parameters() if p.requires_grad)
         found = architecture_from_config(config.to_dict() | {"model_type": family})
         assert found is not None
         profile = with_adapters(profile_of(found, 64), "lora", rank, targets)

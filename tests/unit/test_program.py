@@ -18,7 +18,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.trace import trace_module
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan, not_runnable, type_problems
+from shardwise.plan.plan import Plan, not_runnable, runnable, type_problems, unrun_types
 from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, program_names, program_table
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
@@ -182,7 +182,7 @@ def test_the_quick_bound_is_below_the_estimate(name: str, model: str) -> None:
         total = bytes_at_rest.parameters + bytes_at_rest.gradients + (bytes_at_rest.optimizer or 0)
         found[strategy] = min_bytes(totals, Layout(parsed, strategy, plan.dims, 4, (1,))) / total
     assert found and max(found.values()) <= 1.0, found
-    assert min(found.values()) > 0.6, found
+    assert min(found.values()) > 0.5, found
 
 
 def test_partitions_of_deepspeed_send_each_weight_once() -> None:
@@ -221,9 +221,18 @@ def test_a_users_file(tmp_path: Any) -> None:
         find_program(write(tmp_path / "x.toml", 'name = "megatron"\n'))
 
 
-def test_types_are_planned_and_not_run() -> None:
+def test_types_run_under_bare_strategies() -> None:
     plan = Plan(strategy="fsdp", precision="bf16", weights="compute", reduce="compute")
-    assert not_runnable(plan) == ("weights stored in the compute type", "gradients reduced in the compute type")
+    assert not not_runnable(plan) and runnable(plan) == plan
+    words = ("weights stored in the compute type", "gradients reduced in the compute type")
+    for change in ({"strategy": "fsdp+offload"}, {"precision": "fp16"}, {"strategy": "zero2+lora"}):
+        assert not_runnable(plan.model_copy(update=change)) == words
+        with pytest.raises(PlanError, match=" and ".join(words)):
+            runnable(plan.model_copy(update=change))
+    assert not_runnable(plan.model_copy(update={"program": "torchtune"})) == ("--program torchtune", *words)
+    masters = Plan(strategy="ddp", precision="bf16", weights="masters")
+    assert "set accumulate = 'compute'" in unrun_types(masters)[0]
+    assert not unrun_types(masters.model_copy(update={"accumulate": "compute"}))
     assert Plan(strategy="fsdp").fingerprint == Plan(strategy="fsdp", weights="fp32", program="shardwise").fingerprint
     assert plan.fingerprint != Plan(strategy="fsdp", precision="bf16").fingerprint
     wrong = Plan(precision="fp32", weights="compute", rounding="stochastic")
