@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class GroupedProducts(TorchDispatchMode):
+class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give a grouped product on fake tensors its shape; enter it inside of ``FakeTensorMode``.
 
     torch's own rule for fake tensors refuses fp32, which its kernels compute, and prints a traceback as it does.
@@ -19,6 +19,6 @@ class GroupedProducts(TorchDispatchMode):
         if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **(kwargs or {}))
         rows, matrices, *more = args
-        ends = (kwargs or {}).get("offs", more[0] if more else None)
+        ends: Any = (kwargs or {}).get("offs", more[0] if more else None)
         groups = (len(ends),) if rows.ndim == matrices.ndim == 2 else ()  # the gradient of the groups' matrices
         return rows.new_empty((*groups, rows.shape[-2], matrices.shape[-1]))

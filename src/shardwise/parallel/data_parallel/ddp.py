@@ -52,7 +52,7 @@ def reduction_dtype(spec: ModelSpec, plan: Plan) -> torch.dtype | None:
     return found
 
 
-def _reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Add up a bucket in another type than its own: the mean is taken before, and the sum is cast back."""
     own = bucket.buffer()
     wide = own.to(dtype).div_(dist.get_world_size())

@@ -70,7 +70,7 @@ def accumulate_in_fp32(root: nn.Module) -> None:
         group._orig_dtype = torch.float32 if group._orig_dtype is not None else None
 
     for unit in root.modules():
-        group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
         if group is not None:
             group._init_mp_dtypes = partial(with_fp32, group, group._init_mp_dtypes)
     for parameter in root.parameters():
