@@ -14,7 +14,7 @@ from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.models import ragged_batches
-from tests.world.test_low_precision import KAHAN, MASTERS, NEAREST, REDUCE, built, plan_for
+from tests.world.test_low_precision import KAHAN, LOW_GRADIENTS, MASTERS, NEAREST, REDUCE, built, plan_for
 from tests.worlds import run_world
 
 
@@ -71,6 +71,11 @@ def nothing(*_: Any) -> None:
     """Leave out what should be done."""
 
 
+def first(optimizer: Any, *_: Any) -> Any:
+    """Return the optimizer as it is."""
+    return optimizer
+
+
 def all_of_them() -> dict[str, set[str]]:
     kinds, kept = low_precision_module, "LowPrecisionAdamW"
     return {
@@ -83,7 +88,7 @@ def all_of_them() -> dict[str, set[str]]:
         "gradients rest in bf16": sabotaged(fsdp_module, "accumulate_in_fp32", nothing, "fsdp", MASTERS),
         "no rest is kept": sabotaged(kinds, kept, ForgetsTheRest, "ddp", KAHAN),
         "moments are fp32": sabotaged(kinds, kept, WideMoments, "fsdp", KAHAN),
-        "no masters": sabotaged(apply_module, "low_precision", lambda optimizer, *_: optimizer, "fsdp", MASTERS),
+        "no masters": sabotaged(apply_module, "low_precision", first, "fsdp", LOW_GRADIENTS),
         "clean": false_lines("fsdp", KAHAN) | false_lines("zero1", REDUCE),
     }
 
