@@ -10,6 +10,7 @@ import shardwise.optim.low_precision as low_precision_module
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.data_parallel.ddp as ddp_module
 import shardwise.parallel.data_parallel.fsdp as fsdp_module
+import shardwise.train.session as session_module
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
@@ -88,7 +89,7 @@ def all_of_them() -> dict[str, set[str]]:
         "gradients rest in bf16": sabotaged(fsdp_module, "accumulate_in_fp32", nothing, "fsdp", MASTERS),
         "no rest is kept": sabotaged(kinds, kept, ForgetsTheRest, "ddp", KAHAN),
         "moments are fp32": sabotaged(kinds, kept, WideMoments, "fsdp", KAHAN),
-        "no masters": sabotaged(apply_module, "low_precision", first, "fsdp", LOW_GRADIENTS),
+        "no masters": sabotaged(session_module, "low_precision", first, "fsdp", LOW_GRADIENTS),
         "clean": false_lines("fsdp", KAHAN) | false_lines("zero1", REDUCE),
     }
 

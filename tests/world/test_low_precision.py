@@ -25,7 +25,7 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.receipts.dtypes import DtypeRecorder
+from shardwise.receipts.changed_types import DtypeRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum

@@ -9,6 +9,7 @@ The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DD
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ from shardwise.distributed.mesh import Meshes, build_mesh
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
-from shardwise.optim.low_precision import low_precision
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
@@ -45,6 +45,7 @@ from shardwise.parallel.unsupported_tensors import check_tensors
 from shardwise.plan.plan import Plan
 
 _MARK = "_shardwise_prepared"
+Replaced = Callable[[Optimizer, Plan, dict[int, str]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -229,12 +230,15 @@ def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn
     )
 
 
-def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan) -> Optimizer:
+def apply_to_optimizer(
+    optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan, replaced: Replaced | None = None
+) -> Optimizer:
     """Point ``optimizer`` at the parameters that ``apply`` created.
 
     Shard its state for ``zero1``.
 
-    ``names`` maps the id of each parameter before `apply` to its name.
+    ``names`` maps the id of each parameter before `apply` to its name. ``replaced`` gives what steps in the optimizer's
+    place, before its state is sharded, by the names of its new parameters.
 
     Raises:
         ModelError: the optimizer has stepped already, or has parameters that are not the model's.
@@ -268,7 +272,8 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         begin = optimizer.defaults["initial_accumulator_value"]
         groups = [{**group} for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
-    optimizer = low_precision(optimizer, plan, {id(p): name for name, p in live.items()})
+    if replaced is not None:
+        optimizer = replaced(optimizer, plan, {id(p): name for name, p in live.items()})
     return shard_optimizer(optimizer) if shards_state else optimizer
 
 

@@ -81,6 +81,14 @@ def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if low else None))
 
 
+def full_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Compute the 2-norm of full gradients, 0-d."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.dtype in _LOW for gradient in gradients):
+        return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms_of(gradients)]))
+    return torch.nn.utils.get_total_norm(gradients)
+
+
 def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Tensor) -> None:
     """Scale gradients in place so that their norm, given as ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)

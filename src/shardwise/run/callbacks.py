@@ -21,8 +21,8 @@ from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation
+from shardwise.receipts.changed_types import DtypeRecorder
 from shardwise.receipts.drift import DriftRecorder
-from shardwise.receipts.dtypes import DtypeRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.fit import FitRecorder

@@ -141,8 +141,8 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
     explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
     effects = None
     if receipts:
+        from shardwise.receipts.changed_types import DtypeRecorder
         from shardwise.receipts.drift import DriftRecorder
-        from shardwise.receipts.dtypes import DtypeRecorder
         from shardwise.receipts.effects import EffectsRecorder
         from shardwise.receipts.lost_gradients import LostGradients
         from shardwise.report.terminal import print_receipt

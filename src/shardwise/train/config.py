@@ -16,22 +16,15 @@ from pydantic import Field, ValidationError, model_validator
 from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
-from shardwise.plan.optimizers import OPTIMIZERS, either, refusals
+from shardwise.plan.optimizers import OPTIMIZERS, refusals
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
-from shardwise.plan.plan import (
-    Plan,
-    Recompute,
-    chunk_problems,
-    in_backward_problems,
-    type_problems,
-    unrun_types,
-)
+from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
-from shardwise.plan.tensor_types import BARE_STRATEGIES, GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_data import DataTable, Table
 from shardwise.train.config_problems import explain
 from shardwise.train.config_tasks import length_problems, task_problems
+from shardwise.train.config_types import StoredTypes
 from shardwise.train.config_values import (
     Batch,
     CheckpointFolder,
@@ -227,7 +220,7 @@ class TrainTable(TrainingOptions, Table):
         return []
 
 
-class ParallelTable(ParallelOptions, Table):
+class ParallelTable(ParallelOptions, StoredTypes, Table):
     """``[parallel]``: the strategy, its devices and its options (`ParallelOptions`)."""
 
     strategy: str = Field("auto", description="auto, or such as ddp, zero2, fsdp+tp2, ddp+lora, deepspeed-zero3")
@@ -238,35 +231,10 @@ class ParallelTable(ParallelOptions, Table):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="compute dtype; auto: bf16 where a GPU has it, else fp16; fp32 on a CPU"
     )
-    weights: WeightType = Field(
-        "fp32", description="at rest: fp32; compute: bf16 alone; masters: bf16, and fp32 masters as optimizer state"
-    )
-    accumulate: GradientType = Field("fp32", description="gradients at rest beside masters: fp32, or compute (bf16)")
-    reduce: GradientType = Field("fp32", description="gradients added up over ranks: fp32, or compute (bf16)")
-    rounding: Rounding = Field(
-        "nearest", description="of the update of weights = 'compute': nearest, stochastic, kahan (one more bf16 tensor)"
-    )
     recompute: Recompute = Field("none", description="activation checkpointing of the repeated blocks")
     loss_parallel: bool = option_field("loss_parallel")
     nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
-
-    @property
-    def types(self) -> dict[str, Any]:
-        """Types of weights and gradients, as a plan stores them."""
-        return {name: getattr(self, name) for name in ("weights", "accumulate", "reduce", "rounding")}
-
-    def type_problems(self, *, in_backward: bool = False) -> list[str]:
-        """Return why types other than the defaults are not possible here."""
-        if all(value == type(self).model_fields[name].default for name, value in self.types.items()):
-            return []
-        given = " and ".join(f"'{name}'" for name in self.types if name in self.model_fields_set)
-        if self.strategy == "auto":
-            return [f"{given} needs a named strategy: set parallel.strategy to one of {', '.join(BARE_STRATEGIES)}"]
-        if self.precision == "auto":
-            return [f"{given} needs a named precision: set parallel.precision to bf16"]
-        plan = Plan(strategy=self.strategy, precision=self.precision, optimizer_in_backward=in_backward, **self.types)
-        return type_problems(plan) or unrun_types(plan)
 
     @model_validator(mode="after")
     def _strategy_exists(self) -> Self:
@@ -342,26 +310,6 @@ def optimizer_problems(table: OptimizerTable, strategy: Strategy) -> list[str]:
         return []
     found = refusals(table.name, strategy, in_backward=table.in_backward)
     return [f"optimizer.name '{table.name}' {line}" for line in found]
-
-
-def _stored_problems(config: Config) -> list[str]:
-    """Return what does not go with weights that rest in bf16."""
-    weights, rounding = config.parallel.weights, config.parallel.rounding
-    if weights == "fp32":
-        return []
-    able = ["adamw"] if weights == "masters" or rounding != "nearest" else ["adamw", "sgd"]
-    problems = []
-    if config.optimizer.factory is None and config.optimizer.name not in able:
-        problems.append(
-            f"optimizer.name '{config.optimizer.name}' does not step weights = '{weights}' with rounding = "
-            f"'{rounding}'; use {either(able)}, or set parallel.weights to fp32"
-        )
-    if config.train.ema_decay:
-        problems.append(
-            f"'train.ema_decay' is not for weights = '{weights}': an average in bf16 would lose most of its small "
-            "steps; set parallel.weights to fp32, or remove ema_decay"
-        )
-    return problems
 
 
 class Config(Table):
@@ -444,7 +392,9 @@ class Config(Table):
     def _optimizer_goes_with_the_strategy(self) -> Self:
         parallel, optimizer = self.parallel, self.optimizer
         named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
-        problems = parallel.type_problems(in_backward=optimizer.in_backward) + _stored_problems(self)
+        named_optimizer = optimizer.name if optimizer.factory is None else None
+        problems = parallel.type_problems(parallel.strategy, parallel.precision, in_backward=optimizer.in_backward)
+        problems += parallel.stored_problems(named_optimizer, self.train.ema_decay)
         if named is not None:
             problems += [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]
         if optimizer.in_backward and named is None:

@@ -28,7 +28,7 @@ from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.optim.in_backward import InBackward
-from shardwise.optim.low_precision import low_precision_notes
+from shardwise.optim.low_precision import low_precision, low_precision_notes
 from shardwise.optim.trial import check_flattened, check_optimizer
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.context_parallel.attention import sequence_share
@@ -37,13 +37,12 @@ from shardwise.parallel.data_parallel.fsdp import discard_gradients
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
-from shardwise.parallel.grad_norm import finish_partial, global_norm, norms_of, scale_to
+from shardwise.parallel.grad_norm import finish_partial, full_norm, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.precision import grad_scaler
 from shardwise.plan.dims import MeshCoord
 from shardwise.plan.plan import Plan
-from shardwise.plan.stored_types import stores_low
 from shardwise.train.agreement import Agreement
 from shardwise.train.calls import Calls
 from shardwise.train.data.position import Stream
@@ -249,7 +248,7 @@ class Session:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)
             self._plan = self._applied.plan
-            self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
+            self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan, low_precision)
             refuse_unsupported(self._applied.outer, self._plan.strategy)
             check_optimizer(self._optimizer, self._applied.module, self._plan, self.ranks)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
@@ -567,11 +566,7 @@ class Session:
             norm = global_norm(named, ownership_of(self.module), meshes.data.device_type)
             scale_to(self._trainable, clip_norm, norm)
             return norm
-        gradients = [p.grad for p in self._trainable if p.grad is not None]
-        if gradients and stores_low(self.plan):
-            norm = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
-        else:
-            norm = torch.nn.utils.get_total_norm(gradients)
+        norm = full_norm(self._trainable)
         torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
 
