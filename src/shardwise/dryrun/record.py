@@ -420,6 +420,8 @@ def answer_reductions(outer: torch.nn.Module) -> None:
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
+    from shardwise.parallel.data_parallel.ddp import Replicated
+
     def hook(state: object, bucket: Any) -> Any:
         buffer = bucket.buffer()
         dist.all_reduce(buffer)
@@ -427,9 +429,12 @@ def answer_reductions(outer: torch.nn.Module) -> None:
         done.set_result(buffer)
         return done
 
-    if isinstance(outer, DistributedDataParallel):
+    if isinstance(outer, Replicated) and outer.reduction is not None:
+        outer.reduction.waits = True
+    elif isinstance(outer, DistributedDataParallel):
         hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
         outer.register_comm_hook(None, hook)
+    if isinstance(outer, DistributedDataParallel):
         blocks: Any = outer
         blocks.reducer = _FixedBuckets(outer.reducer)
 

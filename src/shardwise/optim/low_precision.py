@@ -1,6 +1,6 @@
 """AdamW for weights that rest in bf16: beside fp32 masters, rounded at random, or with Kahan's rest.
 
-A step is `torch.optim.AdamW`'s fused kernel in fp32, one parameter after the other; what differs is what is kept. With
+A step is `torch.optim.AdamW`'s fused kernel in fp32, a slab of a parameter after the other; what differs is what is kept. With
 ``masters`` the weight in fp32 and both moments are state. ``kahan`` keeps the bits that a weight loses when it is
 rounded, in one more bf16 tensor (Zamirai 2020, arXiv 2010.06192). ``stochastic`` rounds up as often as the lost bits
 say (same source), by a hash of the parameter's name, the step and the element: under any strategy, on any number of
@@ -27,7 +27,7 @@ Keeps = Literal["masters", "kahan", "stochastic"]
 MASTER, REST = "master", "compensation"
 _EXTRA: dict[str, str] = {"masters": MASTER, "kahan": REST}
 _NAME = "_shardwise_rounding_name"
-_SLAB = 1 << 22  # elements that get their noise at once
+_SLAB = 1 << 22  # elements that are stepped at once: their fp32 copies take 64 MiB
 _HIGH = -65536  # mask of the 16 bits of an fp32 number that bf16 has
 
 
@@ -69,39 +69,24 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         keeps, state = group["keeps"], self.state[parameter]
         if not state:
             self._begin(parameter, state, keeps)
-        weight = local_of(parameter)
-        if not weight.numel():
-            state["step"] += 1
-            return
-        wide = local_of(state[MASTER]) if keeps == "masters" else weight.float().contiguous()
-        if keeps == "kahan":
-            wide += local_of(state[REST])
-        kept = [local_of(state[key]) for key in ("exp_avg", "exp_avg_sq")]
-        moments = [moment.float() for moment in kept]  # of fp32 the same tensor
-        adamw(
-            [wide],
-            [local_of(gradient).float().contiguous()],
-            moments[:1],
-            moments[1:],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for low, moment in zip(kept, moments, strict=True):
-            if low is not moment:
-                low.copy_(moment)
+        before, first, key = state["step"].clone(), 0, None
+        state["step"] += 1
         if keeps == "stochastic":
-            round_stochastically(wide, first_element(parameter), noise_key(parameter, state["step"]))
-        weight.copy_(wide)
-        if keeps == "kahan":
-            local_of(state[REST]).copy_(wide.sub_(weight))
+            first, key = first_element(parameter), noise_key(parameter, state["step"])
+        named = [state[name] for name in ("exp_avg", "exp_avg_sq", *([_EXTRA[keeps]] if keeps in _EXTRA else []))]
+        tensors = [local_of(one) for one in (parameter, gradient, *named)]
+        flat = [tensor.reshape(-1) for tensor in tensors]  # a copy where the memory has another order
+        for start in range(0, flat[0].numel(), _SLAB):
+            slab = [one[start : start + _SLAB] for one in flat]
+            wide = _stepped(slab, before.clone(), group)
+            if key is not None:
+                round_stochastically(wide, first + start, key)
+            slab[0].copy_(wide)
+            if keeps == "kahan":
+                slab[4].copy_(wide.sub_(slab[0]))
+        for tensor, one in zip(tensors, flat, strict=True):
+            if tensor is not tensors[1] and one.numel() and one.data_ptr() != tensor.data_ptr():
+                tensor.copy_(one.view(tensor.shape))
 
     def relayout(self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]) -> None:
         """Refuse saved state that keeps other bits; the same state is laid out as its parameter everywhere.
@@ -124,6 +109,38 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
         if keeps == "masters":
             local_of(state[MASTER]).copy_(local_of(parameter))
+
+
+def _stepped(slab: list[torch.Tensor], step: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Step a weight in fp32 and return it; ``slab`` has weight, gradient, both moments, and what is kept beside them.
+
+    The moments are stored, and the master if there is one.
+    """
+    weight, gradient, *kept = slab
+    wide = kept[2] if group["keeps"] == "masters" else weight.float()
+    if group["keeps"] == "kahan":
+        wide += kept[2]
+    moments = [moment.float() for moment in kept[:2]]  # of fp32 the same tensor
+    adamw(
+        [wide],
+        [gradient.float()],
+        moments[:1],
+        moments[1:],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for low, moment in zip(kept, moments, strict=False):
+        if low is not moment:
+            low.copy_(moment)
+    return wide
 
 
 def low_precision_notes(optimizer: Optimizer, plan: Plan) -> list[str]:
@@ -152,18 +169,13 @@ def noise_key(parameter: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
 
 
 def round_stochastically(values: torch.Tensor, begin: int, key: torch.Tensor) -> None:
-    """Round contiguous fp32 ``values`` to numbers that bf16 has, in place, up as often as the bits between say.
+    """Round flat fp32 ``values`` to numbers that bf16 has, in place, up as often as the bits between say.
 
     ``begin`` is the index of the first of them in the whole parameter. The noise is a hash of ``key`` plus the index.
     """
-    flat = values.view(-1)
-    for start in range(0, flat.numel(), _SLAB):
-        part = flat[start : start + _SLAB]
-        first = begin + start
-        index = torch.arange(first, first + part.numel(), dtype=torch.int64, device=part.device).to(torch.int32)
-        noise = _mixed(index.add_(key)).bitwise_and_(0xFFFF)
-        bits = part.view(torch.int32)
-        bits.add_(noise).bitwise_and_(_HIGH)
+    index = torch.arange(begin, begin + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
+    noise = _mixed(index.add_(key)).bitwise_and_(0xFFFF)
+    values.view(torch.int32).add_(noise).bitwise_and_(_HIGH)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,6 @@ def with_plan(workload: Workload, plan: Plan) -> Workload:
     types = {name: getattr(plan, name) for name in ("weights", "accumulate", "reduce", "rounding")}
     if workload.program.model_copy(update=types) != workload.program:
         workload = workload.model_copy(update={"program": workload.program.model_copy(update=types)})
-    if plan.rounding != "nearest":  # one weight after the other is stepped in fp32, with its gradient and moments
-        workload = workload.model_copy(update={"loop_temporaries": 8.0})
     return workload if plan.adapter is None else with_adapter(workload, plan.adapter)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
     outer.syncs_buffers = bool(spec.batch_norms)
     sent = reduction_dtype(spec, plan)
     if sent is not None:
-        outer.register_comm_hook(sent, lambda dtype, bucket: _reduce_in(dtype, bucket))  # DDP reads annotations
+        outer.reduction = BucketReduction(sent)
+        outer.register_comm_hook(outer.reduction, lambda how, bucket: how(bucket))  # DDP reads annotations
     return outer
 
 
@@ -52,12 +54,27 @@ def reduction_dtype(spec: ModelSpec, plan: Plan) -> torch.dtype | None:
     return found
 
 
-def _reduce_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Add up a bucket in another type than its own: the mean is taken before, and the sum is cast back."""
-    own = bucket.buffer()
-    wide = own.to(dtype).div_(dist.get_world_size())
-    work = dist.all_reduce(wide, async_op=True).get_future()
-    return work.then(lambda done: own.copy_(done.value()[0]))
+@dataclass
+class BucketReduction:
+    """Adds up DDP's buckets in another type than their own: the mean is taken before, and the sum is cast back.
+
+    ``waits``: the bucket is given back at once, as where no other rank answers.
+    """
+
+    dtype: torch.dtype
+    waits: bool = False
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Begin the reduction of one bucket."""
+        own = bucket.buffer()
+        sent = own.to(self.dtype).div_(dist.get_world_size())
+        if self.waits:
+            dist.all_reduce(sent)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(own)
+            return done
+        work = dist.all_reduce(sent, async_op=True).get_future()
+        return work.then(lambda done: own.copy_(done.value()[0]))
 
 
 class Replicated(DistributedDataParallel):
@@ -69,6 +86,7 @@ class Replicated(DistributedDataParallel):
 
     forwards = 0
     syncs_buffers = False
+    reduction: BucketReduction | None = None
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
