@@ -1,10 +1,10 @@
 """AdamW for weights that rest in bf16: beside fp32 masters, rounded at random, or with Kahan's rest.
 
-A step is `torch.optim.AdamW`'s fused kernel in fp32, a slab of a parameter after the other; what differs is what is kept. With
-``masters`` the weight in fp32 and both moments are state. ``kahan`` keeps the bits that a weight loses when it is
-rounded, in one more bf16 tensor (Zamirai 2020, arXiv 2010.06192). ``stochastic`` rounds up as often as the lost bits
-say (same source), by a hash of the parameter's name, the step and the element: under any strategy, on any number of
-ranks and after a resume the same. The plain case, bf16 with nearest rounding, is `torch.optim.AdamW` itself.
+A step is `torch.optim.AdamW`'s fused kernel in fp32, on a slab of a parameter after the other; what differs is what is
+kept. With ``masters`` the weight in fp32 and both moments are state. ``kahan`` keeps the bits that a weight loses when
+it is rounded, in one more bf16 tensor (Zamirai 2020, arXiv 2010.06192). ``stochastic`` rounds up as often as the lost
+bits say (same source), by a hash of the parameter's name, the step and the element: the same under any strategy, on any
+number of ranks and after a resume. The plain case, bf16 with nearest rounding, is `torch.optim.AdamW` itself.
 """
 
 from __future__ import annotations
