@@ -109,7 +109,7 @@ def family(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **ke
     """A model of the family with other ``keys``; its biases and norms are not at the constants that they start as."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(name, **{**FAMILIES[name], **keys})
+    config = transformers.AutoConfig.for_model(name, **{**FAMILIES.get(name, {}), **keys})
     config._experts_implementation = "eager"  # the default, grouped_mm, knows no float64
     kind = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
