@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.receipts.lines.rounding_lines import TOO_SMALL
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.cli.test_train import train_here
@@ -40,7 +41,7 @@ def test_types_of_a_config_are_planned_run_and_judged(
     lines = {line["name"]: line["found"] for line in receipts["effects"]["lines"]}
     for kind, dtype in types.items():
         assert lines[f"{kind} dtype"].split()[0] == dtype, (kind, lines[f"{kind} dtype"])
-    lost = lines.get("updates lost to rounding")
+    lost = lines.get(TOO_SMALL)
     assert (lost is not None) == (parallel.get("weights") == "compute")
     exact = {line["name"]: line["ok"] for line in receipts["fit"]["lines"]}
     assert exact["parameters"] and exact["gradients"] and exact["optimizer"]

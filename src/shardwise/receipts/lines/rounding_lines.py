@@ -12,6 +12,8 @@ from shardwise.receipts.receipt import Line
 from shardwise.train.session import Session
 from shardwise.train.step import Step
 
+TOO_SMALL = "updates too small for bf16"
+_BECOME = {"nearest": "lost", "kahan": "kept for a later step", "stochastic": "kept in the mean"}
 _SAMPLED = 256  # elements of a rank's part of a parameter
 
 
@@ -39,8 +41,7 @@ class RoundingLines:
                 sampled += int(moves.sum())
         self._before = []
         share = f"{kept / sampled:.0%} of {sampled} sampled weights" if sampled else "no gradient was seen"
-        rounding = session.plan.rounding
-        yield Line(name="updates lost to rounding", planned=f"unknown ({rounding})", found=share, ok=None)
+        yield Line(name=TOO_SMALL, planned=_BECOME[session.plan.rounding], found=share, ok=None)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
