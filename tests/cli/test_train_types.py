@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, PlanError
+from shardwise.hardware.parse_cluster import parse_cluster
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
 from shardwise.receipts.lines.rounding_lines import TOO_SMALL
+from shardwise.run.checks import check_plan
 from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.cli.test_train import train_here
@@ -45,6 +49,20 @@ def test_types_of_a_config_are_planned_run_and_judged(
     assert (lost is not None) == (parallel.get("weights") == "compute")
     exact = {line["name"]: line["ok"] for line in receipts["fit"]["lines"]}
     assert exact["parameters"] and exact["gradients"] and exact["optimizer"]
+
+
+def test_a_plans_types_are_compared_with_the_config(tmp_path: Path) -> None:
+    file = configs.write_config(tmp_path, data={"seq_len": 32})
+    plan = Plan(strategy="fsdp", dims=ParallelDims(dp_shard=2), precision="bf16", weights="compute")
+    check_plan(read_config(file), parse_cluster("2xcpu"), plan)
+    words = ["optimizer.name=adafactor", "train.ema_decay=0.9", "parallel.precision=bf16"]
+    config = read_config(file, [*words, "parallel.strategy=fsdp", "parallel.reduce=compute"])
+    with pytest.raises(PlanError) as raised:
+        check_plan(config, parse_cluster("2xcpu"), plan)
+    told = "\n".join(raised.value.problems)
+    assert "parallel.reduce is compute, but the plan has fp32" in told
+    assert "'train.ema_decay' is not for weights = 'compute'" in told
+    assert "optimizer.name 'adafactor' does not step" in told
 
 
 def test_all_that_does_not_go_together_is_told(tmp_path: Path) -> None:
