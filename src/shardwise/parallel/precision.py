@@ -47,11 +47,12 @@ def apply_autocast(module: nn.Module, plan: Plan) -> None:
     inner, dtype, low = module.forward, DTYPES[plan.precision], stores_low(plan)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if low and tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+        if low:
+            args, kwargs = _pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
         with torch.autocast(plan.device, dtype=dtype, enabled=not low):
             outputs = inner(*args, **kwargs)
         return _pytree.tree_map_only(torch.Tensor, _to_fp32, outputs)
