@@ -100,9 +100,9 @@ def planned(plan: Plan, optimizer: Any, module: nn.Module) -> list[list[int | No
     ]
 
 
-def held(strategy: str, types: dict[str, str]) -> tuple[Any, list[Any], list[str]]:
+def held(strategy: str, types: dict[str, str], **options: Any) -> tuple[Any, list[Any], list[str]]:
     """Bytes as planned and as found, and the false lines of a receipt."""
-    plan = plan_for(strategy, types, grad_accum=2)
+    plan = plan_for(strategy, types, grad_accum=2, **options)
     model = built()
     expected = planned(plan, torch.optim.AdamW(model.parameters(), **OPTIONS), model)
     session = start(plan, device="cpu", receipts=False)
@@ -127,6 +127,9 @@ def held_by_all(strategies: tuple[str, ...]) -> dict[str, Any]:
                 found[f"{strategy} {name}"] = held(strategy, types)
             except PlanError as error:
                 found[f"{strategy} {name}"] = str(error)
+        if strategy in ("ddp", "fsdp"):
+            more = {"recompute": "full", "loss_chunks": 2}
+            found[f"{strategy} kahan with options"] = held(strategy, KAHAN, **more)
     return found
 
 
