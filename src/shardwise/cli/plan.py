@@ -40,6 +40,12 @@ def run_plan(
         str | None, typer.Option("--list", metavar="models|gpus", help="Print the names that are known, and exit.")
     ] = None,
     target: Annotated[str | None, typer.Option("--for", help="Print the plan that a tool runs, and its file.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan inference: memory, concurrency, tokens/s.")] = False,
+    context: Annotated[str | None, typer.Option(help="--serve: tokens of a sequence with its answer, as 32k.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="--serve: sequences at once.", min=1, max=2**20)] = None,
+    quant: Annotated[str | None, typer.Option(help="--serve: weights in int8, int4 or fp8.")] = None,
+    kv_cache: Annotated[str | None, typer.Option(help="--serve: keys and values in 16-bit or fp8.")] = None,
+    tp: Annotated[int | None, typer.Option(help="--serve: devices of a replica.", min=1, max=2**10)] = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
@@ -57,6 +63,13 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
+    serving = {"context": context, "concurrency": concurrency, "quant": quant, "kv_cache": kv_cache, "tp": tp}
+    if serve or any(value is not None for value in serving.values()):
+        from shardwise.cli.plan_serve import run_serve
+
+        others = {"--prove": prove, "-o": output, "--for": target, "--calibration": calibration}
+        run_serve(words, serving, others, answer_console(as_json), serve=serve, price=price, as_json=as_json)
+        return
     check_target(target, str(words["model"]), as_json=as_json)
     request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
     console = answer_console(as_json)

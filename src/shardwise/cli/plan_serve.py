@@ -1,0 +1,138 @@
+"""``shardwise plan --serve``: read the options of inference, evaluate the ways to serve, print the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from shardwise.cost.memory.serving_memory import Quantization
+from shardwise.cost.price import Prices, price_of, read_prices
+from shardwise.errors import DoesNotFit, UserError
+from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import gpu_names
+from shardwise.model.kv_cache import KvCache, load_kv_cache
+from shardwise.model.load_model import load_profile
+from shardwise.model.profile import ModelProfile
+from shardwise.report.serving_report import print_serving, serving_document
+from shardwise.search.option_values import choice_problems, read_length
+from shardwise.search.plan_request import PlanRequest, find_cluster, is_config, option_of, tried, usual_words, word_of
+from shardwise.search.serving_options import KvType, ServingRequest, find_serving
+
+USUAL_CONTEXT = 8192
+SERVED = ("model", "cluster")  # words of a plan that count for serving, too
+
+
+def run_serve(
+    words: Mapping[str, Any],
+    serving: Mapping[str, Any],
+    others: Mapping[str, Any],
+    console: Console,
+    *,
+    serve: bool,
+    price: Path | None,
+    as_json: bool,
+) -> None:
+    """Answer what a model needs to serve; ``serving`` are the options of it, ``others`` those without a meaning here.
+
+    Raises:
+        UserError: every invalid option.
+        DoesNotFit: no way to serve fits, or the pinned one does not.
+    """
+    if not serve:
+        given = [f"--{name.replace('_', '-')}" for name, value in serving.items() if value is not None]
+        raise UserError(*(f"{option} is of inference; add --serve, or remove it" for option in given))
+    problems = [f"{option} has no meaning with --serve; remove it" for option, value in others.items() if value]
+    request, notes = read_serving(words, serving, price, problems)
+    for line in notes:
+        console.print(line, markup=False)
+    result = find_serving(request)
+    print_serving(request, result, console)
+    if as_json:
+        print(serving_document(request, result, notes).model_dump_json(by_alias=True))
+    if result.recommended is None:
+        name = f"{request.cluster.world_size} × {request.cluster.device_name}"
+        raise DoesNotFit(f"nothing fits {name}; what would fit stands above")
+
+
+def read_serving(
+    words: Mapping[str, Any], serving: Mapping[str, Any], price: Path | None, problems: list[str]
+) -> tuple[ServingRequest, list[str]]:
+    """Check all options, beside the ``problems`` found so far; also return notes on filled-in values.
+
+    Raises:
+        UserError: every invalid option, at once.
+    """
+    problems += _of_training(words)
+    problems += choice_problems(
+        [("--quant", serving["quant"], get_args(Quantization)), ("--kv-cache", serving["kv_cache"], get_args(KvType))]
+    )
+    context = tried(problems, lambda: read_length(serving["context"], "--context"))
+    cluster = tried(problems, lambda: _cluster(words["cluster"]))
+    prices = tried(problems, lambda: Prices() if price is None else read_prices(price, gpu_names())) or Prices()
+    model = _model(words["model"], context, problems)
+    if problems or model is None or cluster is None:
+        raise UserError(*dict.fromkeys(problems))
+    profile, cache, notes = model
+    if serving["concurrency"] is None:
+        notes.append("--concurrency was not given: 1 sequence")
+    if (hour := price_of(prices.hour, cluster.device_name)) is not None:
+        cluster = cluster.model_copy(update={"price_per_device_hour": hour})
+    request = ServingRequest(
+        profile=profile,
+        cache=cache,
+        cluster=cluster,
+        context=context or profile.seq_len or 1,
+        concurrency=serving["concurrency"] or 1,
+        quant=serving["quant"],
+        kv_type=serving["kv_cache"] or "16-bit",
+        tp=serving["tp"],
+    )
+    return request, notes
+
+
+def _model(model: str, context: int | None, problems: list[str]) -> tuple[ModelProfile, KvCache, list[str]] | None:
+    """Read the model's cache and its profile over the context; the usual one where none was given."""
+    if is_config(model):
+        problems.append(f"model '{model}': --serve takes a catalogue name, a config.json or its folder")
+        return None
+    cache = tried(problems, lambda: load_kv_cache(model))
+    if cache is None:
+        return None
+    tokens, notes = context or USUAL_CONTEXT, list[str]()
+    profile = tried(problems, lambda: load_profile(model, seq_len=1))
+    if profile is None:
+        return None
+    if context is None:
+        tokens = min(tokens, profile.max_seq_len or tokens)
+        notes.append(f"--context was not given: {tokens} tokens")
+    if profile.max_seq_len is not None and tokens > profile.max_seq_len:
+        problems.append(
+            f"--context {tokens} is longer than the {profile.max_seq_len} positions that '{profile.name}' was made "
+            f"for; use {profile.max_seq_len} or less"
+        )
+        return None
+    profile = tried(problems, lambda: load_profile(model, seq_len=tokens))
+    return None if profile is None else (profile, cache, notes)
+
+
+def _cluster(clusters: list[str] | None) -> ClusterSpec:
+    if clusters and len(clusters) > 1:
+        raise UserError(f"--cluster is given {len(clusters)} times; --serve plans for one at a time")
+    return find_cluster(clusters[0] if clusters else None)
+
+
+def _of_training(words: Mapping[str, Any]) -> list[str]:
+    """List options that count for training alone."""
+    usual, problems = usual_words(), []
+    for name, field in PlanRequest.model_fields.items():
+        word, option = word_of(field), option_of(field)
+        key = (word.name if word is not None else "") or name
+        if word is None or option is None or key in SERVED or words[key] == usual[key]:
+            continue
+        flag = option.flag or "--" + name.replace("_", "-")
+        hint = "; the length of a sequence is --context" if flag == "--seq-len" else ""
+        problems.append(f"{flag} is of training, and --serve plans inference; remove it{hint}")
+    return problems
