@@ -18,6 +18,7 @@ from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_for import check_target, print_for
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_options import read_request, with_plan_options
+from shardwise.cli.plan_other import answer_other, is_other, with_other_options
 from shardwise.cli.plan_question import write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.report.candidates import print_candidates, print_recommendation
@@ -30,8 +31,10 @@ PIPED = 132
 
 
 @with_plan_options
+@with_other_options
 def run_plan(
     words: Mapping[str, Any],
+    other: Mapping[str, Any],
     price: Annotated[Path | None, typer.Option(help="TOML file of prices in $/h, such as A100-80GB = 1.89.")] = None,
     calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
@@ -40,12 +43,6 @@ def run_plan(
         str | None, typer.Option("--list", metavar="models|gpus", help="Print the names that are known, and exit.")
     ] = None,
     target: Annotated[str | None, typer.Option("--for", help="Print the plan that a tool runs, and its file.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Plan inference: memory, concurrency, tokens/s.")] = False,
-    context: Annotated[str | None, typer.Option(help="--serve: tokens of a sequence with its answer, as 32k.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="--serve: sequences at once.", min=1, max=2**20)] = None,
-    quant: Annotated[str | None, typer.Option(help="--serve: weights in int8, int4 or fp8.")] = None,
-    kv_cache: Annotated[str | None, typer.Option(help="--serve: keys and values in 16-bit or fp8.")] = None,
-    tp: Annotated[int | None, typer.Option(help="--serve: devices of a replica.", min=1, max=2**10)] = None,
     as_json: Json = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of --json and exit.")] = False,
 ) -> None:
@@ -63,16 +60,13 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    serving = {"context": context, "concurrency": concurrency, "quant": quant, "kv_cache": kv_cache, "tp": tp}
-    if serve or any(value is not None for value in serving.values()):
-        from shardwise.cli.plan_serve import run_serve
-
-        others = {"--prove": prove, "-o": output, "--for": target, "--calibration": calibration}
-        run_serve(words, serving, others, answer_console(as_json), serve=serve, price=price, as_json=as_json)
+    console = answer_console(as_json)
+    if is_other(words, other):
+        one_plan = {"prove": prove, "output": output, "target": target, "calibration": calibration}
+        answer_other(words, other, one_plan, price, console, as_json=as_json)
         return
     check_target(target, str(words["model"]), as_json=as_json)
     request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
-    console = answer_console(as_json)
     for line in notes:
         console.print(line, markup=False)
     pins, costs = request.pins, corrected_costs(request.cluster, request.calibration)

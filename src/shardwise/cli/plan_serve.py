@@ -11,7 +11,6 @@ from rich.console import Console
 from shardwise.cost.memory.serving_memory import Quantization
 from shardwise.cost.price import Prices, price_of, read_prices
 from shardwise.errors import DoesNotFit, UserError
-from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import gpu_names
 from shardwise.model.kv_cache import KvCache, load_kv_cache
 from shardwise.model.load_model import load_profile
@@ -26,26 +25,15 @@ SERVED = ("model", "cluster")  # words of a plan that count for serving, too
 
 
 def run_serve(
-    words: Mapping[str, Any],
-    serving: Mapping[str, Any],
-    others: Mapping[str, Any],
-    console: Console,
-    *,
-    serve: bool,
-    price: Path | None,
-    as_json: bool,
+    words: Mapping[str, Any], serving: Mapping[str, Any], price: Path | None, console: Console, *, as_json: bool
 ) -> None:
-    """Answer what a model needs to serve; ``serving`` are the options of it, ``others`` those without a meaning here.
+    """Answer what a model needs to serve; ``serving`` are the options of it.
 
     Raises:
         UserError: every invalid option.
         DoesNotFit: no way to serve fits, or the pinned one does not.
     """
-    if not serve:
-        given = [f"--{name.replace('_', '-')}" for name, value in serving.items() if value is not None]
-        raise UserError(*(f"{option} is of inference; add --serve, or remove it" for option in given))
-    problems = [f"{option} has no meaning with --serve; remove it" for option, value in others.items() if value]
-    request, notes = read_serving(words, serving, price, problems)
+    request, notes = read_serving(words, serving, price)
     for line in notes:
         console.print(line, markup=False)
     result = find_serving(request)
@@ -58,19 +46,19 @@ def run_serve(
 
 
 def read_serving(
-    words: Mapping[str, Any], serving: Mapping[str, Any], price: Path | None, problems: list[str]
+    words: Mapping[str, Any], serving: Mapping[str, Any], price: Path | None
 ) -> tuple[ServingRequest, list[str]]:
-    """Check all options, beside the ``problems`` found so far; also return notes on filled-in values.
+    """Check all options; also return notes on filled-in values.
 
     Raises:
         UserError: every invalid option, at once.
     """
-    problems += _of_training(words)
+    problems = _of_training(words)
     problems += choice_problems(
         [("--quant", serving["quant"], get_args(Quantization)), ("--kv-cache", serving["kv_cache"], get_args(KvType))]
     )
     context = tried(problems, lambda: read_length(serving["context"], "--context"))
-    cluster = tried(problems, lambda: _cluster(words["cluster"]))
+    cluster = tried(problems, lambda: find_cluster((words["cluster"] or [None])[0]))
     prices = tried(problems, lambda: Prices() if price is None else read_prices(price, gpu_names())) or Prices()
     model = _model(words["model"], context, problems)
     if problems or model is None or cluster is None:
@@ -116,12 +104,6 @@ def _model(model: str, context: int | None, problems: list[str]) -> tuple[ModelP
         return None
     profile = tried(problems, lambda: load_profile(model, seq_len=tokens))
     return None if profile is None else (profile, cache, notes)
-
-
-def _cluster(clusters: list[str] | None) -> ClusterSpec:
-    if clusters and len(clusters) > 1:
-        raise UserError(f"--cluster is given {len(clusters)} times; --serve plans for one at a time")
-    return find_cluster(clusters[0] if clusters else None)
 
 
 def _of_training(words: Mapping[str, Any]) -> list[str]:

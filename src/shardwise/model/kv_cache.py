@@ -4,7 +4,8 @@ Of a known family it follows from the configuration, without torch; another fami
 reads a few tokens there, and its cache tells the shapes.
 
 A window of w keeps w - 1 tokens, as in `transformers.cache_utils` (5.23). Attention over latents keeps the latent and
-the rotated columns of the key, once for all heads: vLLM and SGLang do the same.
+the rotated columns of the key, once for all heads: vLLM and SGLang do the same. Falcon's grouped heads are counted
+once, as engines keep them; transformers' module alone repeats them for each query head first.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ def layer_windows(config: Mapping[str, object], a: Architecture) -> tuple[int | 
         return tuple(None if (layer + 1) % every == 0 else window for layer in range(a.layers))
     if family in ("llama4_text", "smollm3"):
         every = _number(config, "no_rope_layer_interval", 4)
-        rotated = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(a.layers)]
-        windowed = [bool(one) == (family == "llama4_text") for one in rotated if isinstance(rotated, list)]
-        return tuple(window if one else None for one in windowed)
+        stated = config.get("no_rope_layers")
+        rotated = stated if isinstance(stated, list) else [(layer + 1) % every != 0 for layer in range(a.layers)]
+        return tuple(window if bool(one) == (family == "llama4_text") else None for one in rotated)
     first = _number(config, "max_window_layers", FULL_LAST_WINDOWED)
     if family in ("qwen2", "qwen3"):
         return tuple(window if layer >= first else None for layer in range(a.layers))

@@ -36,12 +36,17 @@ def answer(request: ServingRequest, result: ServingResult) -> list[str]:
     what, bits = _what(request), request.quant or "16-bit"
     if result.recommended is None:
         name = f"{request.cluster.world_size} × {request.cluster.device_name}"
-        return [f"{what} in {bits} weights do not fit {name}. What would:", *(f"  {line}" for line in result.advice)]
+        return [
+            f"{name} cannot hold {what} in {bits} weights. What would fit:",
+            *(f"  {line}" for line in result.advice),
+        ]
     best = result.options[result.recommended]
     replicas = "" if best.replicas == 1 else f", {counted(best.replicas, 'replica')}"
     room = "whether it fits is unknown: the device's memory is"
     if best.most is not None:
-        room = f"a device needs {bytes_text(best.device_bytes)} of {bytes_text(best.usable_bytes)}, and {best.most:,} fit"
+        room = (
+            f"a device needs {bytes_text(best.device_bytes)} of {bytes_text(best.usable_bytes)}, and {best.most:,} fit"
+        )
     lines = [f"Use tp={best.tp}{replicas} with {bits} weights for {what}: {room}."]
     found = best.bottleneck
     if best.decode is None or best.tokens_per_s is None or best.each_per_s is None or found is None:
@@ -55,7 +60,9 @@ def answer(request: ServingRequest, result: ServingResult) -> list[str]:
     )
     dollars = best.dollars_per_million
     price = "" if dollars is None else f" A million generated tokens cost {money_text(dollars)}."
-    lines.append(f"What limits a decode step is {found[0]} ({found[1]:.0%} of {seconds_text(best.decode.step_s)}).{price}")
+    lines.append(
+        f"What limits a decode step is {found[0]} ({found[1]:.0%} of {seconds_text(best.decode.step_s)}).{price}"
+    )
     return lines
 
 
@@ -112,7 +119,10 @@ def _notes(request: ServingRequest, result: ServingResult) -> Sequence[str]:
     elif request.quant in ("int8", "int4"):
         notes.append(f"{request.quant} is counted for the weights; products are 16-bit")
     notes += [f"unknown: {line}" for line in request.profile.unknown if "full attention" not in line]
-    return [*notes, "a step with all contexts full is the slowest; prompts read in between and the host's time come on top"]
+    return [
+        *notes,
+        "a step with all contexts full is the slowest; prompts read in between and the host's time come on top",
+    ]
 
 
 class DecodeParts(Facts):

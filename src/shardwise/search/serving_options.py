@@ -1,10 +1,11 @@
-"""Ways to serve a model on a cluster: tensor-parallel degrees inside a node, replicas on the rest, and the best of them.
+"""Ways to serve a model on a cluster: tensor-parallel degrees in a node, replicas on the rest, and the best of them.
 
 A replica stays inside a node; pipelines over nodes, experts spread over ranks and separate prefill are not planned.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +28,7 @@ from shardwise.units import bytes_text, counted
 KvType = Literal["16-bit", "fp8"]
 KV_BYTES: dict[KvType, float] = {"16-bit": 2.0, "fp8": 1.0}
 TIE = 0.05  # of the best rate: less than the model's error, so fewer ranks for each replica are preferred
+MOST_ADVICE = 3
 STEP = 256  # tokens by which a shorter context is proposed
 
 
@@ -219,36 +221,49 @@ def _repeated(request: ServingRequest, tp: int) -> str:
 
 
 def _advice(request: ServingRequest) -> list[str]:
-    """List what would fit: fewer sequences, a shorter context, fewer bits."""
-    lines = []
-    options = [_option(request, tp) for tp in ([request.tp] if request.tp is not None else _degrees(request))]
-    best = max(options, key=lambda option: option.most or 0)
-    if best.most:
-        lines.append(f"--concurrency {best.most} with tp={best.tp}")
+    """List what would fit: fewer sequences, a shorter context, fewer bits; both where neither alone does."""
+    best = _roomiest(request)
+    lines = [f"--concurrency {best.most} with tp={best.tp}"] if best.most else []
     shorter = _longest_context(request, best.tp)
-    if shorter:
-        lines.append(f"--context {shorter} with tp={best.tp}")
-    kinds = [kind for kind in QUANTIZED_BYTES if kind != "fp8" or _has_fp8(request.cluster)]
-    for kind in kinds if request.quant is None else ():
-        tried = find_fitting(replace(request, quant=kind))
-        if tried is not None:
-            lines.append(f"--quant {kind} with tp={tried.tp}")
-    if request.kv_type == "16-bit" and (tried := find_fitting(replace(request, kv_type="fp8"))) is not None:
-        lines.append(f"--kv-cache fp8 with tp={tried.tp}")
-    return lines or [_too_large(best)]
+    lines += [f"--context {shorter} with tp={best.tp}"] if shorter else []
+    fewer = list(_fewer_bits(request))
+    whole = ((text, find_fitting(tried)) for text, tried in fewer)
+    lines += [f"{text} with tp={option.tp}" for text, option in whole if option is not None][:MOST_ADVICE]
+    if lines:
+        return lines
+    for text, tried in fewer:
+        option = _roomiest(tried)
+        if option.most:
+            lines.append(f"{text} --concurrency {option.most} with tp={option.tp}")
+    return lines[:MOST_ADVICE] or [
+        f"more devices in a node, or larger ones: with tp={best.tp} the weights alone are "
+        f"{bytes_text(best.weight_bytes)} of {bytes_text(best.usable_bytes)} usable"
+    ]
+
+
+def _roomiest(request: ServingRequest) -> ServingOption:
+    """Return the option that keeps most sequences; of equal ones that of the largest degree."""
+    degrees = [request.tp] if request.tp is not None else _degrees(request)
+    return max((_option(request, tp) for tp in degrees), key=lambda option: (option.most or 0, option.tp))
+
+
+def _fewer_bits(request: ServingRequest) -> Iterator[tuple[str, ServingRequest]]:
+    """Yield requests with fewer bits, the mildest first, each with its options."""
+    kinds: list[Quantization | None] = [request.quant]
+    if request.quant is None:
+        kinds += [kind for kind in QUANTIZED_BYTES if kind != "fp8" or _has_fp8(request.cluster)]
+    for quant in kinds:
+        for kv_type in KV_BYTES:
+            changed = [f"--quant {quant}"] if quant != request.quant else []
+            changed += ["--kv-cache fp8"] if kv_type != request.kv_type and kv_type == "fp8" else []
+            if changed and (kv_type == "fp8" or request.kv_type == "16-bit"):
+                yield " ".join(changed), replace(request, quant=quant, kv_type=kv_type)
 
 
 def find_fitting(request: ServingRequest) -> ServingOption | None:
     """Return the first degree that fits."""
     degrees = [request.tp] if request.tp is not None else _degrees(request)
     return next((option for option in (_option(request, tp) for tp in degrees) if option.fits), None)
-
-
-def _too_large(best: ServingOption) -> str:
-    return (
-        f"more devices in a node, or larger ones: with tp={best.tp} the weights alone are "
-        f"{bytes_text(best.weight_bytes)} of {bytes_text(best.usable_bytes)} usable"
-    )
 
 
 def _longest_context(request: ServingRequest, tp: int) -> int | None:

@@ -19,10 +19,11 @@ from shardwise.model.kv_cache import KvCache
 from shardwise.model.profile import ModelProfile
 
 READ_PART = 0.8  # of the data sheet's bandwidth, that a decode step reads weights and cache with
-LAYER_S = 12e-6  # of a layer's kernels beside what they read: start, end, norms, rotation
+LAYER_S = 40e-6  # of a layer's kernels beside what they read: start, end, norms, rotation
 ALL_REDUCE_S = 12e-6  # of a one-shot all-reduce inside a node, beside the bytes
 # Middle 80 % of measured over predicted seconds of the published rows (benchmarks/inference/README.md).
-SPREAD = (0.75, 1.4)
+SPREAD = (0.9, 1.45)
+FIRST_TOKEN_S = 3e-3  # of a prompt beside its kernels: scheduling, sampling, the first launch
 LARGE = 8192  # rows, columns and contraction of the product whose rate counts as sustained
 
 
@@ -99,7 +100,7 @@ class Server:
         reading = chunks * w.read_bytes(chunk) / (self.machine.gpu.memory_bytes_per_s * READ_PART)
         blocks = self.profile.num_blocks
         shared = chunks * (2 * self._all_reduce_s(chunk) + LAYER_S) * blocks
-        return max(products, reading) + self._attention_s(tokens, batch) + shared
+        return max(products, reading) + self._attention_s(tokens, batch) + shared + FIRST_TOKEN_S
 
     @property
     def _wide(self) -> str:

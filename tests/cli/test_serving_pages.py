@@ -1,0 +1,46 @@
+"""The pages of inference: each ``$`` command, run as it stands there, prints what stands under it, figures included."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.cli.configs import ROOT
+from tests.cli.test_role_pages import check, sessions
+from tests.commands import shardwise
+
+
+@pytest.mark.parametrize("page", ["serving.md"])
+def test_the_sessions_of_the_page(page: str) -> None:
+    found = sessions(page)
+    assert len(found) >= 3
+    for words, expected in found:
+        done = shardwise(*words[1:], exit_code=None)
+        check(done.stdout + done.stderr, expected, exact=True)
+
+
+def test_the_page_has_the_errors_that_were_found() -> None:
+    page, errors = (ROOT / "docs" / "serving.md").read_text(), (ROOT / "benchmarks/inference/README.md").read_text()
+    for name in ("all, without the row's source in the fit", "maximum load, not used in any fit"):
+        found = re.search(rf"\*\*{re.escape(name)}\*\* \| (\d+) \| (\d+)% \| (\d+)% \| (\d+)%", errors)
+        assert found is not None
+        number, median, _, null = found.groups()
+        words = " ".join(page.split())
+        assert re.search(rf"{number} (published measurements|rows).*? is {median} %.*?{null} %", words), name
+
+
+def test_the_document_says_what_the_table_says() -> None:
+    done = shardwise(
+        *("plan", "llama-3.1-8b", "--cluster", "2xH100-SXM", "--serve", "--context", "8k"),
+        *("--concurrency", "64", "--quant", "fp8", "--json"),
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    best = answer["options"][answer["recommended"]]
+    assert [option["tp"] for option in answer["options"]] == [1, 2]
+    assert best["most_sequences"] >= 64 and best["fits"]
+    assert sum(best["step_parts_s"].values()) == pytest.approx(best["step_s"])
+    assert best["tokens_per_s_low"] < best["tokens_per_s"] < best["tokens_per_s_high"]
+    assert answer["cache_bytes_of_a_sequence"] == 8192 * 128 * 1024
+    assert f"tp={best['tp']}" in answer["answer"][0] and answer["answer"][0] in done.stderr
