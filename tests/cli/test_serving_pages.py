@@ -1,23 +1,27 @@
-"""The pages of inference: each ``$`` command, run as it stands there, prints what stands under it, figures included."""
+"""The pages of inference and of where to run: each ``$`` command prints what stands under it, figures included."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.cli.configs import ROOT
-from tests.cli.test_role_pages import check, sessions
+from tests.cli.test_role_pages import check, sessions, snippet
 from tests.commands import shardwise
 
 
-@pytest.mark.parametrize("page", ["serving.md"])
-def test_the_sessions_of_the_page(page: str) -> None:
+@pytest.mark.parametrize("page", ["serving.md", "where-to-run.md"])
+def test_the_sessions_of_the_page(page: str, tmp_path: Path) -> None:
+    if page == "where-to-run.md":
+        for kind, name in (("text", "mine.csv"), ("toml", "mine.toml")):
+            (tmp_path / name).write_text(snippet(page, kind))
     found = sessions(page)
     assert len(found) >= 3
     for words, expected in found:
-        done = shardwise(*words[1:], exit_code=None)
+        done = shardwise(*words[1:], cwd=tmp_path, exit_code=None)
         check(done.stdout + done.stderr, expected, exact=True)
 
 
@@ -44,3 +48,22 @@ def test_the_document_says_what_the_table_says() -> None:
     assert best["tokens_per_s_low"] < best["tokens_per_s"] < best["tokens_per_s_high"]
     assert answer["cache_bytes_of_a_sequence"] == 8192 * 128 * 1024
     assert f"tp={best['tp']}" in answer["answer"][0] and answer["answer"][0] in done.stderr
+
+
+@pytest.mark.turns(6)
+def test_the_prices_that_ship_are_ranked() -> None:
+    words = ("plan", "gpt2-xl", "--where", "--seq-len", "1024", "--deadline", "2d", "--budget", "100", "--json")
+    done = shardwise(*words)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    good = [offer for offer in answer["offers"] if not offer["why_not"]]
+    assert answer["offers"][: len(good)] == good and len(good) > 10
+    assert [offer["dollars"] for offer in good] == sorted(offer["dollars"] for offer in good)
+    assert all(offer["hours"] <= 48 and offer["dollars"] <= 100 for offer in good)
+    assert answer["answer"][0] in done.stderr and "read on 2026-11-24" in answer["prices"]
+
+
+def test_several_clusters_are_documents_of_their_own() -> None:
+    words = ("plan", "gpt2", "--cluster", "2xA100-80GB", "--cluster", "1xT4", "--seq-len", "512", "--json")
+    answer = json.loads(shardwise(*words).stdout.splitlines()[-1])
+    assert [one["cluster"]["device_name"] for one in answer["clusters"]] == ["A100-SXM-80GB", "T4"]
+    assert all(one["recommended"] is not None and one["workload"]["global_batch"] == 64 for one in answer["clusters"])

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shardwise.errors import ModelError
 from shardwise.model.architecture import Architecture, architecture_from_config
-from shardwise.model.catalogue import configuration_of, find_architecture
+from shardwise.model.catalogue import configuration_of, find_architecture, find_convnet, unknown_model_message
 from shardwise.model.configuration import read_configuration
 
 PROBE_TOKENS = 8
@@ -87,9 +87,11 @@ def load_kv_cache(model: str) -> KvCache:
         return found if found is not None else _from_transformers(file, model)
     known = find_architecture(model)
     if known is None:
+        if ":" not in model and find_convnet(model) is None:
+            raise ModelError(unknown_model_message(model))
         raise ModelError(
-            f"model '{model}': --serve needs what generation keeps of each token, and of code of your own or of an "
-            "image model that is not known; give a language model of the catalogue, or a config.json of transformers"
+            f"model '{model}': --serve counts what generation keeps of each token, which is known of language models of "
+            "the catalogue and of transformers' configurations; give one of their names, or a config.json"
         )
     found = kv_cache_from_config(configuration_of(known.name), known.name)
     assert found is not None

@@ -13,7 +13,7 @@ from rich.table import Table
 from shardwise.report.plan_json import Facts, PlanDocument
 from shardwise.search.candidate import Candidate
 from shardwise.search.where import Offered, SpotRuns
-from shardwise.units import bytes_text, counted, hours_text, listed, money_text, number_text, seconds_text
+from shardwise.units import bytes_text, hours_text, listed, money_text, number_text, seconds_text
 
 ROWS = 12
 PLANNED = "◇"  # of a plan that this version does not run
@@ -60,7 +60,7 @@ def print_offers(offers: Sequence[Offered], notes: Sequence[str], console: Conso
     for line in where_answer(offers):
         console.print(line, markup=False)
     console.print()
-    table = _columns("", "where", "GPUs", "plan", "step", "hours", "paid", "cost")
+    table = _columns("", "where", "GPUs", "plan", "step", "hours", "paid", "cost", "not")
     for offer in [one for one in offers if one.best is not None][:ROWS]:
         table.add_row(*_offer_row(offer, best=offer is offers[0] and not offer.why_not))
     console.print(table)
@@ -69,7 +69,7 @@ def print_offers(offers: Sequence[Offered], notes: Sequence[str], console: Conso
         console.print(f"{shown - ROWS} more in --json")
     reasons = Counter(one.why_not for one in offers if one.why_not)
     if reasons:
-        console.print("not: " + ", ".join(f"{number} {reason}" for reason, number in reasons.items()), markup=False)
+        console.print("not: " + ", ".join(f"{reason} ({number})" for reason, number in reasons.items()), markup=False)
     for note in notes:
         console.print(note, markup=False)
 
@@ -134,6 +134,7 @@ def _offer_row(offer: Offered, *, best: bool) -> list[str]:
         number_text(offer.hours),
         offer.kind,
         money_text(offer.dollars),
+        offer.why_not,
     ]
 
 
@@ -188,7 +189,8 @@ def print_compared(names: Sequence[str], found: Sequence[Candidate | None], cons
     for number, (name, best) in enumerate(zip(names, found, strict=True)):
         table.add_row(*_compared_row(name, best, first=number == fastest))
     console.print(table)
-    console.print(f"{counted(len(names), 'cluster')}; - is what --tokens or --price would tell", markup=False)
+    if any(best is not None and best.cost is None for best in found):
+        console.print("hours need --tokens, and costs a price (--price)", markup=False)
 
 
 def _compared_row(name: str, best: Candidate | None, *, first: bool) -> list[str]:

@@ -112,7 +112,7 @@ def owned_places(prices: Prices) -> list[Place]:
         if price is not None and gpu.tdp_w is not None:
             each = own_device_hour(price, gpu.tdp_w, prices, cluster.devices_per_node)
             hour = each * cluster.world_size
-        found.append(Place(f"own {cluster.world_size} × {gpu.name}", cluster, hour, None, 1, owned=True))
+        found.append(Place("a bought node", cluster, hour, None, 1, owned=True))
     return found
 
 
@@ -164,13 +164,13 @@ def _offered(
     dollars = None if hours is None or hour is None else hours * hour
     why_not = ""
     if hours is None:
-        why_not = "its speed is unknown"
+        why_not = "speed unknown"
     elif dollars is None:
-        why_not = "its price is unknown"
+        why_not = "price unknown"
     elif deadline_hours is not None and hours > deadline_hours:
-        why_not = "misses the deadline"
+        why_not = "past the deadline"
     elif budget is not None and dollars > budget:
-        why_not = "is above the budget"
+        why_not = "above the budget"
     even = None
     if kind == "spot" and place.hour and hour and runs.lost_hours:
         even = max(0.0, (place.hour / hour - 1) / runs.lost_hours * 24 / place.instances)
