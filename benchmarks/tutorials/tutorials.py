@@ -87,8 +87,8 @@ def large_on_four() -> str:
         found["fsdp"].fits is True,
         "a full fine-tuning fits.",
         "not a full fine-tuning without the host's memory. Adapters fit, and inference does: "
-        f"{option.weight_bytes / GIB:.1f} GiB of weights on each, and room for {option.most} sequences of {length} tokens "
-        "(`--serve`).",
+        f"{option.weight_bytes / GIB:.1f} GiB of weights on each, and room for {option.most} sequences of {length} "
+        "tokens (`--serve`).",
     )
     return f"{rows}\n\n{said}"
 
@@ -109,12 +109,12 @@ def small_by_ddp() -> str:
 def small_by_fsdp() -> str:
     """FSDP of 7B on two cards of 40 GB."""
     rows, found = fitting(SMALL, "2xA100-40GB", ("fsdp", "zero2", "fsdp+offload"), 2048)
+    time = found["fsdp+offload"].time
     said = verdict(
         found["fsdp"].fits is True,
         "it fits.",
-        "half of the state alone is more than 40 GB: 16 bytes for each of 6.7 B parameters are 108 GB, 54 on each. With "
-        f"`+offload` it fits, at {seconds_text(found['fsdp+offload'].time.step_s if found['fsdp+offload'].time else None)}"
-        " a step of two samples.",
+        "half of the state alone is more than 40 GB: 16 bytes for each of 6.7 B parameters are 108 GB, 54 on each. "
+        f"With `+offload` it fits, at {seconds_text(None if time is None else time.step_s)} a step of two samples.",
     )
     return f"{rows}\n\n{said}"
 
@@ -167,8 +167,8 @@ def sixty_four() -> str:
     said = verdict(
         factors[1] / factors[8] > 60,
         "eight are enough.",
-        "sharding divides by the number of devices: 8 devices give 8 ×, and 64 × takes 64 (the figure of the ZeRO paper, "
-        "with its 64 devices left out).",
+        "sharding divides by the number of devices: 8 devices give 8 ×, and 64 × takes 64 (the figure of the ZeRO "
+        "paper, with its 64 devices left out).",
     )
     return f"{table(('devices', 'state of 7B on each, GB', 'less'), lines)}\n\n{said}"
 
@@ -183,8 +183,8 @@ def eight_gb() -> str:
     most = max((length for length, needed in needs.items() if needed < 7.6 * GIB), default=0)
     said = verdict(
         most >= 512,
-        f"with one sample, full recompute and up to {most} tokens (a card of 8 GB has some 7.6 GiB). Without recompute, or "
-        "with a larger vocabulary, it is more.",
+        f"with one sample, full recompute and up to {most} tokens (a card of 8 GB has some 7.6 GiB). Without "
+        "recompute, or with a larger vocabulary, it is more.",
         "it needs more at any length.",
     )
     return f"{table(('tokens of a sample', 'needs', 'GB'), lines)}\n\n{said}"
@@ -213,10 +213,10 @@ def slow_links() -> str:
     slowest, others = ratios[-1], max(ratios[:-1])
     if slowest > 0.2 > others:
         said = (
-            f"**Half true**: with 10 Gbit/s a node ZeRO-3 is {slowest:+.0%} against ZeRO-2, which sends a third less; with "
-            f"25 Gbit/s a device and more, PCIe included, it is at most {others:+.0%}, because its traffic hides under the "
-            "computation. Where memory decides the micro batch, as here, it is faster than DDP. `shardwise bench comm` "
-            "measures your link."
+            f"**Half true**: with 10 Gbit/s a node ZeRO-3 is {slowest:+.0%} against ZeRO-2, which sends a third less; "
+            f"with 25 Gbit/s a device and more, PCIe included, it is at most {others:+.0%}, because its traffic hides "
+            "under the computation. Where memory decides the micro batch, as here, it is faster than DDP. "
+            "`shardwise bench comm` measures your link."
         )
     else:
         said = verdict(others > 0.2, "on most links here.", f"at most {max(ratios):+.0%} against ZeRO-2 here.")
@@ -239,8 +239,9 @@ def bytes_of_a_parameter() -> str:
         parts = [memory.parameters / number, memory.gradients / number, (memory.optimizer or 0) / number]
         lines.append([name, *(f"{part:.0f}" for part in parts), f"{sum(parts):.0f}"])
     said = (
-        "**16 and 18 are both true**, of different programs; 8 is, too. No program that the planner knows holds **20**: that "
-        "is 16-bit gradients kept beside fp32 ones (2 + 2 + 4 + 12), and whether yours does is for its source to say."
+        "**16 and 18 are both true**, of different programs; 8 is, too. No program that the planner knows holds **20**: "
+        "that is 16-bit gradients kept beside fp32 ones (2 + 2 + 4 + 12), and whether yours does is for its source to "
+        "say."
     )
     return f"{table(('AdamW', 'weights', 'gradients', 'state', 'together'), lines)}\n\n{said}"
 
@@ -285,13 +286,13 @@ CLAIMS = (
     ("“ZeRO-3 needs 64 times less memory with 8 GPUs”", "Often said, after the ZeRO paper.", sixty_four),
     (
         "“QLoRA of 7B runs in 8 GB”",
-        "[spheron.network](https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/): ~8 GB at 512 tokens",
+        "[spheron.network](https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/): ~8 GB, 512 tokens",
         eight_gb,
     ),
     ("“ZeRO-3 is 30 % slower on slow links”", "Often said.", slow_links),
     (
         "“16 bytes a parameter” – or 18, or 20",
-        "[lynx-cortex](https://lynx-cortex.pages.dev/phase-28-lora-qlora/theory/03-memory-footprint/): 16; others vary.",
+        "[lynx-cortex](https://lynx-cortex.pages.dev/phase-28-lora-qlora/theory/03-memory-footprint/): 16.",
         bytes_of_a_parameter,
     ),
     (
@@ -308,9 +309,10 @@ CLAIMS = (
 TEXT = """<!-- written by benchmarks/tutorials/tutorials.py; edit that, not this file -->
 # What tutorials say
 
-Popular claims, with the planner's figure and a verdict. Models are Llama-2-7B and Llama-3.1-70B; a row is the best plan of
-its strategy with one sample of 2,048 to 4,096 tokens a device, in bf16, with what PyTorch, CUDA and NCCL take. The figures
-are predictions: their errors are in [benchmarks/accuracy](../benchmarks/accuracy/README.md), 3.8 % of memory in the median.
+Popular claims, with the planner's figure and a verdict. Models are Llama-2-7B and Llama-3.1-70B where a table names no
+other. A row is the best plan of its strategy with one sample a device, of 2,048 tokens (70B: 4,096; QLoRA on two cards:
+512), in bf16, with what PyTorch, CUDA and NCCL take. The figures are predictions, and
+[benchmarks/accuracy](../benchmarks/accuracy/README.md) has their errors.
 
 {claims}
 
@@ -319,7 +321,7 @@ are predictions: their errors are in [benchmarks/accuracy](../benchmarks/accurac
 - **Quality**: that LoRA or 4-bit weights train as well as a full fine-tuning. It predicts memory, time and money.
 - **“Unsloth halves memory”**, and other custom kernels: it counts the operations of PyTorch and of the programs in
   `--program`, not others'.
-- **Peaks of the first step**, fragmentation beyond the allocator's rules, and what an evaluation loop or a logger keeps.
+- **Peaks of the first step**, fragmentation beyond the allocator's rules, what an evaluation loop or a logger keeps.
 - **Whether a host has the memory** that offload needs, unless `--cluster` is a file that states it.
 
 Try a claim of your own: `shardwise plan MODEL --cluster CLUSTER --strategy STRATEGY`.

@@ -90,8 +90,8 @@ def load_kv_cache(model: str) -> KvCache:
         if ":" not in model and find_convnet(model) is None:
             raise ModelError(unknown_model_message(model))
         raise ModelError(
-            f"model '{model}': --serve counts what generation keeps of each token, which is known of language models of "
-            "the catalogue and of transformers' configurations; give one of their names, or a config.json"
+            f"model '{model}': --serve counts what generation keeps of each token, which is known of language models "
+            "of the catalogue and of transformers' configurations; give one of their names, or a config.json"
         )
     found = kv_cache_from_config(configuration_of(known.name), known.name)
     assert found is not None
