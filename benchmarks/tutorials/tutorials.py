@@ -239,9 +239,9 @@ def bytes_of_a_parameter() -> str:
         parts = [memory.parameters / number, memory.gradients / number, (memory.optimizer or 0) / number]
         lines.append([name, *(f"{part:.0f}" for part in parts), f"{sum(parts):.0f}"])
     said = (
-        "**16 and 18 are both true**, of different programs; 8 is, too. No program that the planner knows holds **20**: "
-        "that is 16-bit gradients kept beside fp32 ones (2 + 2 + 4 + 12), and whether yours does is for its source to "
-        "say."
+        "**16 and 18 are both true**, of different programs; 8 is, too. No program that the planner knows holds "
+        "**20**: that is 16-bit gradients kept beside fp32 ones (2 + 2 + 4 + 12), and whether yours does is for its "
+        "source to say."
     )
     return f"{table(('AdamW', 'weights', 'gradients', 'state', 'together'), lines)}\n\n{said}"
 
@@ -286,7 +286,7 @@ CLAIMS = (
     ("“ZeRO-3 needs 64 times less memory with 8 GPUs”", "Often said, after the ZeRO paper.", sixty_four),
     (
         "“QLoRA of 7B runs in 8 GB”",
-        "[spheron.network](https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/): ~8 GB, 512 tokens",
+        "[spheron.network](https://www.spheron.network/blog/gpu-vram-requirements-fine-tune-llm-2026/): ~8 GB",
         eight_gb,
     ),
     ("“ZeRO-3 is 30 % slower on slow links”", "Often said.", slow_links),

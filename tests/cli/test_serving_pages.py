@@ -7,13 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import transformers
 
+from shardwise.model.kv_cache import load_kv_cache
 from tests.cli.configs import ROOT
 from tests.cli.test_role_pages import check, sessions, snippet
 from tests.commands import shardwise
+from tests.unit.test_kv_cache import HYBRID
 
 
-@pytest.mark.parametrize("page", ["serving.md", "where-to-run.md"])
+@pytest.mark.parametrize("page", ["serving.md", pytest.param("where-to-run.md", marks=pytest.mark.turns(3))])
 def test_the_sessions_of_the_page(page: str, tmp_path: Path) -> None:
     if page == "where-to-run.md":
         for kind, name in (("text", "mine.csv"), ("toml", "mine.toml")):
@@ -48,6 +51,18 @@ def test_the_document_says_what_the_table_says() -> None:
     assert best["tokens_per_s_low"] < best["tokens_per_s"] < best["tokens_per_s_high"]
     assert answer["cache_bytes_of_a_sequence"] == 8192 * 128 * 1024
     assert f"tp={best['tp']}" in answer["answer"][0] and answer["answer"][0] in done.stderr
+
+
+def test_a_hybrid_model_of_transformers_is_served(tmp_path: Path) -> None:
+    family, values = HYBRID[0]
+    transformers.AutoConfig.for_model(family, **values).save_pretrained(tmp_path)
+    words = ("--cluster", "1xL4", "--serve", "--context", "64", "--concurrency", "2", "--json")
+    done = shardwise("plan", str(tmp_path), *words)
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["cache_origin"] == "transformers" and answer["options"][0]["fits"]
+    assert answer["cache_bytes_of_a_sequence"] == load_kv_cache(str(tmp_path)).sequence_bytes(64)
+    assert "3 of 4 layers keep a state of fixed size" in done.stderr
+    assert "longer than the 64 positions" in shardwise("plan", str(tmp_path), *words[:4], "65", exit_code=2).stderr
 
 
 @pytest.mark.turns(6)

@@ -142,7 +142,8 @@ def test_a_folder_of_another_family_is_read_on_the_meta_device(tmp_path: Path) -
     found = load_kv_cache(str(tmp_path))
     assert found.origin == "transformers"
     module = transformers.AutoModelForCausalLM.from_config(facts(family, values), dtype=torch.bfloat16)
-    assert found == traced_cache(module, family)
+    assert found.layers == traced_cache(module, family).layers
+    assert found.max_positions == values["max_position_embeddings"]
 
 
 def test_each_language_model_of_the_catalogue_has_one() -> None:

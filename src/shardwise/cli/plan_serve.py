@@ -21,6 +21,7 @@ from shardwise.search.plan_request import PlanRequest, find_cluster, is_config, 
 from shardwise.search.serving_options import KvType, ServingRequest, find_serving
 
 USUAL_CONTEXT = 8192
+PROFILE_TOKENS = 16
 SERVED = ("model", "cluster")  # words of a plan that count for serving, too
 
 
@@ -63,7 +64,7 @@ def read_serving(
     model = _model(words["model"], context, problems)
     if problems or model is None or cluster is None:
         raise UserError(*dict.fromkeys(problems))
-    profile, cache, notes = model
+    profile, cache, tokens, notes = model
     if serving["concurrency"] is None:
         notes.append("--concurrency was not given: 1 sequence")
     if (hour := price_of(prices.hour, cluster.device_name)) is not None:
@@ -72,7 +73,7 @@ def read_serving(
         profile=profile,
         cache=cache,
         cluster=cluster,
-        context=context or profile.seq_len or 1,
+        context=tokens,
         concurrency=serving["concurrency"] or 1,
         quant=serving["quant"],
         kv_type=serving["kv_cache"] or "16-bit",
@@ -81,29 +82,29 @@ def read_serving(
     return request, notes
 
 
-def _model(model: str, context: int | None, problems: list[str]) -> tuple[ModelProfile, KvCache, list[str]] | None:
-    """Read the model's cache and its profile over the context; the usual one where none was given."""
+def _model(model: str, context: int | None, problems: list[str]) -> tuple[ModelProfile, KvCache, int, list[str]] | None:
+    """Read the model's profile and cache, and the context, the usual one where none was given.
+
+    The profile is that of a short sequence: no figure of serving depends on its length, and modules that loop over
+    tokens can be read.
+    """
     if is_config(model):
         problems.append(f"model '{model}': --serve takes a catalogue name, a config.json or its folder")
         return None
     cache = tried(problems, lambda: load_kv_cache(model))
-    if cache is None:
+    profile = None if cache is None else tried(problems, lambda: load_profile(model, seq_len=PROFILE_TOKENS))
+    if cache is None or profile is None:
         return None
-    tokens, notes = context or USUAL_CONTEXT, list[str]()
-    profile = tried(problems, lambda: load_profile(model, seq_len=1))
-    if profile is None:
-        return None
+    longest, notes = profile.max_seq_len or cache.max_positions, list[str]()
+    tokens = context or min(USUAL_CONTEXT, longest or USUAL_CONTEXT)
     if context is None:
-        tokens = min(tokens, profile.max_seq_len or tokens)
         notes.append(f"--context was not given: {tokens} tokens")
-    if profile.max_seq_len is not None and tokens > profile.max_seq_len:
+    if longest is not None and tokens > longest:
         problems.append(
-            f"--context {tokens} is longer than the {profile.max_seq_len} positions that '{profile.name}' was made "
-            f"for; use {profile.max_seq_len} or less"
+            f"--context {tokens} is longer than the {longest} positions that '{profile.name}' was made for; use "
+            f"{longest} or less"
         )
-        return None
-    profile = tried(problems, lambda: load_profile(model, seq_len=tokens))
-    return None if profile is None else (profile, cache, notes)
+    return profile, cache, tokens, notes
 
 
 def _of_training(words: Mapping[str, Any]) -> list[str]:

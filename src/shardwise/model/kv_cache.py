@@ -11,7 +11,7 @@ once, as engines keep them; transformers' module alone repeats them for each que
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -49,11 +49,15 @@ class CacheLayers:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Cache of one sequence; ``shared`` is the same on all tensor-parallel ranks (a latent has no heads to divide)."""
+    """Cache of one sequence; ``shared`` is the same on all tensor-parallel ranks (a latent has no heads to divide).
+
+    ``max_positions`` is what the configuration of a family that is not known states.
+    """
 
     layers: tuple[CacheLayers, ...]
     origin: Literal["configuration", "transformers"]
     shared: bool = False
+    max_positions: int | None = None
 
     @property
     def heads(self) -> int:
@@ -164,7 +168,8 @@ def _from_transformers(file: Path, model: str) -> KvCache:
         facts = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             module = transformers.AutoModelForCausalLM.from_config(facts, dtype=torch.bfloat16, trust_remote_code=False)
-        return traced_cache(module, model)
+        positions = getattr(facts.get_text_config(), "max_position_embeddings", None)
+        return replace(traced_cache(module, model), max_positions=positions if isinstance(positions, int) else None)
     except ModelError:
         raise
     except Exception as error:  # its checks, and modules that branch on values, raise many classes

@@ -77,7 +77,8 @@ def _facts(request: ServingRequest) -> list[str]:
     windows = sum(layer.count for layer in cache.layers if layer.window is not None)
     states = sum(layer.count for layer in cache.layers if layer.state_bytes)
     kinds = [f"{windows} of {profile.num_blocks} layers keep a window" if windows else ""]
-    kinds += [f"{states} keep a recurrent state" if states else "", "latents" if cache.shared else ""]
+    kinds += [f"{states} of {profile.num_blocks} layers keep a state of fixed size" if states else ""]
+    kinds += ["of latents" if cache.shared else ""]
     beside = "; ".join(kind for kind in kinds if kind)
     link = f", {cluster.link.kind}" if cluster.link and cluster.devices_per_node > 1 else ""
     return [
