@@ -28,6 +28,7 @@ SERVERS = (
     "shardwise.launch.fork_server",
 )  # live as long as the test process
 os.environ.setdefault("SHARDWISE_HISTORY", "off")  # tests are no runs of this machine
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait by spinning take other ranks' cores
 # else it looks at everything imported so far again and again while tests are collected
 gc.set_threshold(50_000, 20, 50)
 GRACE_S = 2.0  # for what is on its way out; waited for only where something is left

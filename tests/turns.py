@@ -20,10 +20,10 @@ import pytest
 
 VARIABLE, ALL = "SHARDWISE_TESTS_TURN", "all"
 FOR_EACH_CHANGE = ("ddp", "fsdp")
-DEAR_S, DEAR_TURNS, OTHER_TURNS = 3.0, 3, 36
-"""A test of ranks or commands that lasts so long comes with each third change, whatever its marks say. What has turns
-inside or beside is divided by factors of 36; the third of those turns is another."""
-DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/")
+DEAR_S, DEAR_TURNS, OTHER_TURNS = 2.0, 4, 36
+"""A test of ranks, commands or browsers that lasts so long comes with each fourth change, whatever its marks say. What
+has turns inside or beside is divided by factors of 36; the fourth of those turns is another."""
+DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/", "tests/browser/")
 NEVER_DEAR = ("test_effects", "sabotage", "caught", "end_to_end", "test_gradients.py", "test_verify")
 """Sabotages of receipts, the gradients of the plain strategies, and what each verb does: for each change."""
 DURATIONS = Path(__file__).parents[1] / "benchmarks" / "tests" / "durations.json"
@@ -88,12 +88,12 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     kept, left = [], []
     turn = os.environ[VARIABLE]
-    third = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
+    fourth = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
     free = [item.nodeid for item in items if not for_each_change(_values(item))]
     late = {
         node
         for index, node in enumerate(dear(free, json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}))
-        if not comes(index, DEAR_TURNS, "dear", third)
+        if not comes(index, DEAR_TURNS, "dear", fourth)
     }
     for item in items:
         mark, name = item.get_closest_marker("turns"), item.nodeid.partition("[")[0]

@@ -23,7 +23,7 @@ from tests.commands import shardwise
 
 REASON = why_not() or why_no_site()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
-SEED, FEW, MANY = 20261124, 20, 200
+SEED, FEW, MANY = 20261124, 8, 200
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
 NUMBERS = """
 return [...document.querySelectorAll('#result .num[data-path]')].filter((one) => !one.closest('#curves, [data-question]'))

@@ -70,7 +70,7 @@ def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(marks, turns.ALL, monkeypatch) == list(marks)
 
 
-def test_dear_tests_come_with_each_third_change_and_each_turn_costs_the_same() -> None:
+def test_dear_tests_come_with_each_fourth_change_and_each_turn_costs_the_same() -> None:
     durations = {
         "tests/world/test_a.py": {"all": 99.0, **{f"test_{n}": 3.0 + n for n in range(9)}, "test_quick": 0.5},
         "tests/unit/test_b.py": {"all": 9.0, "test_slow": 9.0},
@@ -86,9 +86,10 @@ def test_a_dear_test_and_its_cases_have_turns_of_their_own(monkeypatch: pytest.M
     (tmp_path / "durations.json").write_text(json.dumps({"tests/world/a.py": recorded}))
     monkeypatch.setattr(turns, "DURATIONS", tmp_path / "durations.json")
     marks = dict.fromkeys(recorded, 2)
-    found = [kept(marks, str(turn), monkeypatch, "tests/world/a.py") for turn in range(2 * 3 * turns.OTHER_TURNS)]
+    every = range(2 * turns.DEAR_TURNS * turns.OTHER_TURNS)
+    found = [kept(marks, str(turn), monkeypatch, "tests/world/a.py") for turn in every]
     times = Counter(name for names in found for name in names)
-    share = len(found) // (2 * 3)
+    share = len(found) // (2 * turns.DEAR_TURNS)
     assert times == {**dict.fromkeys(recorded, share), "test_each[ddp]": len(found)}
 
 
