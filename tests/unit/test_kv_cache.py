@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
-WINDOWED = GROUPED | {"sliding_window": 16}
+WINDOWED = GROUPED | {"sliding_window": 16, "num_hidden_layers": 12}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = SMALL | {
     "num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -109,7 +109,16 @@ def filled_bytes(family: str, values: Mapping[str, Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("family", "values"), CASES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)])
+def dear(family: str, values: dict[str, Any]) -> bool:
+    """Whether building the module takes a second."""
+    return "num_experts_per_tok" in values
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [pytest.param(*case, marks=pytest.mark.turns(3) if dear(*case) else ()) for case in CASES],
+    ids=[f"{name}-{i}" for i, (name, _) in enumerate(CASES)],
+)
 def test_as_many_bytes_as_transformers_keeps(family: str, values: dict[str, Any]) -> None:
     found = kv_cache_from_config(json.loads(json.dumps(values)) | {"model_type": family}, family)
     assert found is not None
