@@ -114,8 +114,8 @@ def where_notes(source: str, runs: SpotRuns, unknown: Sequence[str], *, nodes: b
         notes.append(f"spot runs are longer by expected restarts: {rate}, {each}")
     if nodes:
         notes.append(
-            "several instances are planned with the network of the GPU's typical node, which theirs may not be, and left out "
-            "where that is unknown"
+            "several instances are planned with the network of the GPU's typical node, which theirs may not be, and "
+            "left out where that is unknown"
         )
     if unknown:
         notes.append(f"left out, because the hardware table lacks them: {listed(list(unknown))}")

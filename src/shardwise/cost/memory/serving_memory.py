@@ -17,8 +17,8 @@ Quantization = Literal["int8", "int4", "fp8"]
 WIDE = 2.0  # bytes of an element that is not quantized
 # 4-bit in groups of 128 with a 16-bit scale and a 4-bit zero (AWQ, GPTQ): Llama-2-7B-AWQ is published with 3.89 GB.
 QUANTIZED_BYTES: dict[Quantization, float] = {"int8": 1.0, "fp8": 1.0, "int4": (4 + 20 / 128) / 8}
-ENGINE_SHARE = 0.9  # of a device's memory: vLLM's default --gpu-memory-utilization; contexts and graphs need the rest
-CHUNK_TOKENS = 8192  # of a prompt that are read at once: vLLM's default max_num_batched_tokens on large GPUs
+ENGINE_SHARE = 0.9  # of a device's memory: vLLM's documented default; contexts and graphs need the rest
+CHUNK_TOKENS = 8192  # of prompts that are read at once; a usual max_num_batched_tokens of vLLM, an assumption
 LOGIT_BYTES = 4
 
 
