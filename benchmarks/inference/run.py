@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -194,7 +195,7 @@ def page() -> str:
     groups: dict[str, list[tuple[float, float]]] = {}
     for row, one, other in zip(timed, ours, null, strict=True):
         groups.setdefault(KINDS[row["kind"]], []).append((one, other))
-        groups.setdefault(f"from {row['engine'].rsplit('-', 1)[0]}", []).append((one, other))
+        groups.setdefault(f"from {re.sub(r'-v?[0-9.]+$', '', row['engine'])}", []).append((one, other))
     groups["**all, without the row's source in the fit**"] = list(zip(ours, null, strict=True))
     groups["**maximum load, not used in any fit**"] = list(zip(full_ours, full_null, strict=True))
     lines = [
