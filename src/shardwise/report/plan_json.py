@@ -210,8 +210,8 @@ def document(
     precision = result.candidates[0].plan.precision if result.candidates else None
     chosen = None if result.recommended is None else result.candidates[result.recommended]
     return PlanDocument(
-        model=_model(profile),
-        cluster=_cluster(cluster),
+        model=model_facts(profile),
+        cluster=cluster_facts(cluster),
         workload=WorkloadFacts(
             precision=precision,
             **workload.model_dump(
@@ -241,7 +241,8 @@ def document(
     )
 
 
-def _model(profile: ModelProfile) -> ModelFacts:
+def model_facts(profile: ModelProfile) -> ModelFacts:
+    """Return a model's facts."""
     return ModelFacts(
         name=profile.name,
         origin=profile.origin,
@@ -261,7 +262,8 @@ def _model(profile: ModelProfile) -> ModelFacts:
     )
 
 
-def _cluster(cluster: ClusterSpec) -> ClusterFacts:
+def cluster_facts(cluster: ClusterSpec) -> ClusterFacts:
+    """Return a cluster's facts."""
     return ClusterFacts(
         **cluster.model_dump(
             include={
