@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, spread_experts
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
@@ -43,7 +44,21 @@ def apply_shard(
     shard_unit(module, plan, mesh, is_root=True)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
+    if device.type == "cpu" and mesh.size() > 1:
+        overlap_on_cpus(module, blocks)
     return module
+
+
+def overlap_on_cpus(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Let gloo gather the next block and reduce the last one while a block computes.
+
+    FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none.
+    """
+    exchange_sums(root, pipelined=False)
+    if isinstance(root, FSDPModule):
+        root._set_unshard_async_op(True)
+        if not root._get_fsdp_state()._states_to_forward_prefetch:
+            gather_forward(root, [block for block in blocks if isinstance(block, FSDPModule)], 1)
 
 
 def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
@@ -67,11 +82,17 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> No
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if depth < 2 or not isinstance(root, FSDPModule):
         return
+    gather_forward(root, sharded, depth)
     for index, block in enumerate(sharded):
-        block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + depth])
         block.set_modules_to_backward_prefetch(sharded[max(0, index - depth) : index][::-1])
-    root.set_modules_to_forward_prefetch(sharded[:depth])
     root.set_modules_to_backward_prefetch(sharded[::-1][:depth])
+
+
+def gather_forward(root: FSDPModule, blocks: Sequence[FSDPModule], depth: int) -> None:
+    """Prefetch the weights of ``depth`` blocks ahead in forward."""
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + depth]))
+    root.set_modules_to_forward_prefetch(list(blocks[:depth]))
 
 
 def gathered_ahead(module: nn.Module) -> tuple[int, int]:
