@@ -84,6 +84,7 @@ class _Writer(LossWriter):
         self.gradients: list[int] = []
         self.waiting: dict[tuple[int, int], int] = {}
         self.last_reduce = -1
+        self.pieces: list[int] = []
         self.fetched: list[int] = []
         self.summed: list[int] = []
         self.made = -1
@@ -175,11 +176,12 @@ class _Writer(LossWriter):
         """Trace one micro batch up to its logits."""
         trace = self.trace
         if self.s.layout.shards and not self.root_gathered:
-            self.root_gathered = self._gather(self.root, ahead=True)
-        for visit in self.visits:
+            self.root_gathered = self._gather(self.root, ahead=self.s.layout.is_cuda)
+            self._prefetch_forward(0)
+        for position, visit in enumerate(self.visits):
             is_block = self.s.pieces[visit.piece].is_block
             if self.s.layout.shards and is_block and not visit.gathered:
-                visit.gathered = self._gather([visit.piece], ahead=True, number=visit.number)
+                visit.gathered = self._gather_forward(position, visit)
             visit.saved = self._forward_unit(visit)
             if is_block and not self.s.layout.keeps_weights:
                 trace.free(*visit.gathered)
@@ -431,6 +433,20 @@ class _Writer(LossWriter):
         self.trace.free(output)
         return gathered
 
+    def _gather_forward(self, position: int, visit: _Visit) -> list[int]:
+        """Trace a block's weights in forward; over gloo the next block's are on their way while it runs."""
+        if self.s.layout.is_cuda or visit.number > 1:
+            return self._gather([visit.piece], ahead=self.s.layout.is_cuda, number=visit.number)
+        gathered = self._take_fetched(visit)
+        self._prefetch_forward(position + 1)
+        return gathered
+
+    def _prefetch_forward(self, position: int) -> None:
+        after = [v for v in self.visits[position:] if self.s.pieces[v.piece].is_block and v.number == 1]
+        overlaps = not self.s.layout.is_cuda and self.s.layout.pp == 1
+        if after and overlaps and not self.fetched and not after[0].gathered:
+            self.fetched.append(self._send([after[0].piece]))
+
     def _prefetch(self, position: int) -> None:
         """Trace the all-gather of the next block in backward."""
         before = [v for v in self.visits[:position] if self.s.pieces[v.piece].is_block and v.number == 1]
@@ -457,14 +473,17 @@ class _Writer(LossWriter):
             self._wait(key, sum(w.waiting for w in weights), self.root_gradients)
             self.root_gradients = []
             return
-        trace.free(self.last_reduce)
-        size = sum(w.reduce_in for w in weights)
+        before, size = self.last_reduce, sum(w.reduce_in for w in weights)
+        if not self.pieces:
+            trace.free(before)
         self.last_reduce = trace.alloc(size, BUFFERS)
         trace.free(*self.root_gradients, self.waiting.pop(key, -1))
         self.root_gradients = []
         referenced = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
-        self._reduced(sum(w.reduce_out for w in weights), size)
+        self._reduced(sum(w.reduce_out for w in weights))
+        self._exchange(before, size)
         trace.free(referenced)
+        self.pieces = trace.free(*self.pieces)
         trace.free(self.last_reduce)
         self.last_reduce = -1
 
@@ -485,15 +504,33 @@ class _Writer(LossWriter):
 
     def _reduce(self, weights: UnitWeights, full: list[int], number: int) -> None:
         trace = self.trace
+        before = self.last_reduce
         if number == 1:
-            trace.free(self.last_reduce)
+            if not self.pieces:
+                trace.free(before)
             self.last_reduce = trace.alloc(weights.reduce_in, BUFFERS)
         trace.free(*full)
         referenced = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still references it
-        self._reduced(weights.reduce_out * number, weights.reduce_in, number)
+        self._reduced(weights.reduce_out * number, number)
+        if number == 1:
+            self._exchange(before, weights.reduce_in)
         trace.free(referenced)
 
-    def _reduced(self, size: int, sent: int, number: int = 1) -> None:
+    def _exchange(self, before: int, sent: int) -> None:
+        """Trace the pieces that gloo receives; they and what was sent live until the next unit's exchange begins.
+
+        Where FSDP2 reads the sum at once (`ExchangedSum`), they are freed at once.
+        """
+        if self.s.layout.is_cuda or self.s.layout.shard_ranks == 1:
+            return
+        if self.pieces:
+            self.trace.free(before, *self.pieces)
+        pieces = self.trace.alloc(sent, BUFFERS)
+        at_once = self.adds or self.s.layout.sums_replicas or self.s.layout.offloads or self.s.layout.pp > 1
+        at_once = at_once or self.s.program.optimizer_in_backward
+        self.pieces = self.trace.free(pieces) if at_once else [pieces]
+
+    def _reduced(self, size: int, number: int = 1) -> None:
         """Trace this rank's reduced gradient: stored, accumulated, or copied to the host.
 
         Under hsdp the result of the all-reduce over replicas lives until the end of backward
@@ -508,8 +545,6 @@ class _Writer(LossWriter):
             self.trace.free(self.trace.alloc(self.s.temporaries, TEMPORARIES), gradient)
         else:
             self.gradients.append(self.trace.alloc(size, GRADIENTS, REDUCE))
-        if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:
-            self.trace.free(self.trace.alloc(sent, BUFFERS))  # gloo reduces a copy, and copies this rank's part from it
 
 
 def _visits(setting: CostInputs) -> Iterator[_Visit]:

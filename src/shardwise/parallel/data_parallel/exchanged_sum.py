@@ -76,7 +76,7 @@ class ExchangedSum(ReduceScatter):
         work = begin_exchange(pieces, input_tensor, group)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         self._pending.begin(work, pieces.view(group.size(), -1), input_tensor, output_tensor, divisor)
-        if not self._takes_views(input_tensor.dtype):
+        if op != dist.ReduceOp.AVG or not self._takes_views(input_tensor.dtype):  # a sum is divided at once
             self._pending.finish()
 
     def _takes_views(self, dtype: torch.dtype) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -44,20 +45,24 @@ def apply_shard(
     shard_unit(module, plan, mesh, is_root=True)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
-    if device.type == "cpu" and mesh.size() > 1:
-        overlap_on_cpus(module, blocks)
+    overlap_over_gloo(module, blocks, plan, mesh)
     return module
 
 
-def overlap_on_cpus(root: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def overlap_over_gloo(root: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
     """Let gloo gather the next block and reduce the last one while a block computes.
 
-    FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none.
+    FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none. Stages of a pipeline have
+    an order of their own, and only reduce by exchange.
     """
-    exchange_sums(root, pipelined=False)
-    if isinstance(root, FSDPModule):
+    backend = str(dist.get_backend(mesh.get_group(mesh.ndim - 1)))
+    if not isinstance(root, FSDPModule) or (backend != "gloo" and (backend, plan.device) != ("fake", "cpu")):
+        return
+    pipelined = plan.dims.pp > 1
+    exchange_sums(root, pipelined=pipelined)
+    if not pipelined:
         root._set_unshard_async_op(True)
-        if not root._get_fsdp_state()._states_to_forward_prefetch:
+        if plan.prefetch == 1:
             gather_forward(root, [block for block in blocks if isinstance(block, FSDPModule)], 1)
 
 
