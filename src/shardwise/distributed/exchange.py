@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 _now = {"reduces": False}
 
 
 def begin_exchange(pieces: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Send each rank its piece of ``sent``, and receive the ``pieces`` to add up; returns the work to wait for."""
+    import torch.distributed as dist
+
     _now["reduces"] = True
     try:
         return dist.all_to_all_single(pieces, sent, group=group, async_op=True)

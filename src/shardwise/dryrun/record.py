@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.cost.memory.allocator import CachingAllocator
 from shardwise.cost.memory.estimate import CATEGORIES
+from shardwise.distributed import exchange
 
 if TYPE_CHECKING:
     import torch
@@ -288,12 +289,13 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bool) -> None:
     recorder.mark()
     name = func._overloadpacket.__name__
-    if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
-        field, position = _COLLECTIVES[name]
+    sums = name == "alltoall_base_" and exchange.reduces()
+    if func.namespace in ("c10d", "_c10d_functional") and (name in _COLLECTIVES or sums):
+        field, position = ("reduce_scatter", 1) if sums else _COLLECTIVES[name]
         size = sum(t.numel() * t.element_size() for t in tensors_of(args[position]))
         step, phase = recorder._phase()
         recorder.sent.append(Sent(field, size, step, phase))
-        if gloo and field in ("reduce_scatter", "all_gather"):
+        if gloo and field in ("reduce_scatter", "all_gather") and not sums:
             recorder.moment(size, "buffers")
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":
