@@ -13,12 +13,14 @@ import pytest
 import shardwise
 from tests.cli import configs
 from tests.cli.test_role_pages import check, sessions
+from tests.commands import shardwise as run_command
 
 SCRIPTS = {
-    "observe.md": ("loop.py", "gradients.py"),
+    "observe.md": ("loop.py", "timed.py", "gradients.py"),
     "trainer.md": ("trainer.py",),
     "accelerate.md": ("accelerated.py",),
     "lightning.md": ("fit.py",),
+    "fabric.md": ("fabric_loop.py",),
     "deepspeed-engine.md": ("engine.py",),
 }
 CASES = [(page, number) for page, names in SCRIPTS.items() for number in range(len(names))]
@@ -29,16 +31,26 @@ def scripts(page: str) -> list[str]:
     return [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "import torch" in block]
 
 
+def runs(page: str) -> list[list[tuple[list[str], str]]]:
+    """The session of each script, and those that follow it in its folder."""
+    found: list[list[tuple[list[str], str]]] = []
+    for words, text in sessions(page):
+        if words[0] == "torchrun":
+            found.append([])
+        found[-1].append((words, text))
+    return found
+
+
 @pytest.mark.parametrize("page", SCRIPTS)
 def test_each_script_has_its_session(page: str) -> None:
-    assert tuple(words[-1] for words, _ in sessions(page)) == SCRIPTS[page]
+    assert tuple(words[-1] for (words, _), *_ in runs(page)) == SCRIPTS[page]
     assert len(scripts(page)) == len(SCRIPTS[page])
 
 
 @pytest.mark.turns(3)
 @pytest.mark.parametrize(("page", "number"), CASES, ids=[SCRIPTS[page][number][:-3] for page, number in CASES])
 def test_a_session_of_the_page(page: str, number: int, tmp_path: Path) -> None:
-    words, expected = sessions(page)[number]
+    (words, expected), *after = runs(page)[number]
     script = scripts(page)[number]
     if "deepspeed" in script:  # else it compiles an operator first
         script = "from shardwise.parallel.engines import deepspeed_available as a; a.import_deepspeed()\n" + script
@@ -51,3 +63,6 @@ def test_a_session_of_the_page(page: str, number: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     check(done.stdout, expected)
+    for words, expected in after:
+        assert words[0] == "shardwise"
+        check(run_command(*words[1:], cwd=tmp_path).stdout, expected)

@@ -18,6 +18,11 @@ from urllib.parse import quote
 
 import pytest
 
+from shardwise.observation.loop_facts import LoopFacts
+from shardwise.observation.loop_times import LoopTimes
+from shardwise.observation.run_output import LaterSteps, observed_loop
+from shardwise.receipts.receipt import Line, Receipt
+from shardwise.report.html.observed_folder import ObservedLoop
 from shardwise.web import live_metrics, run_list
 from shardwise.web.live_metrics import MOST_STREAMS, MetricsTail
 from shardwise.web.run_list import find_runs
@@ -417,5 +422,51 @@ def test_states_of_runs(tmp_path):
     os.utime(killed / "metrics.jsonl", (1.0e9, 1.0e9))
     half = write_run(tmp_path / "half")
     (half / "summary.json").write_text('{"steps": 120')
+    write_observation(tmp_path / "loops" / "seen")
     states = {run.name: run.state for run in find_runs(tmp_path).runs}
-    assert states == {"done": "finished", "resumed": "live", "killed": "unfinished", "half": "live"}
+    assert states == {
+        "done": "finished",
+        "resumed": "live",
+        "killed": "unfinished",
+        "half": "live",
+        "loops/seen": "observed",
+    }
+
+
+def test_observed_loops_are_listed_beside_runs(tmp_path):
+    write_run(tmp_path / "own")
+    write_observation(tmp_path / "seen")
+    write_observation(tmp_path / "broken", "{}")
+    write_observation(tmp_path / "elsewhere")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "observed.json").symlink_to(tmp_path / "elsewhere" / "observed.json")
+    with server(tmp_path) as ui:
+        keys = ui.keys()
+        assert set(keys) == {"own", "seen", "broken", "elsewhere"}
+        page = ui.get(f"/runs/{keys['seen']}").text
+        assert "observed" in page and "Live metrics" not in page
+        report = ui.get(f"/runs/{keys['seen']}/report").text
+        assert "the first 7 steps of a loop were observed" in report.lower()
+        assert "Rank 1 is slower than the others" in report and "diagnosis of slow link" in report
+        assert "planned FSDP2" not in report and '<td data-label="planned">FSDP2' in report
+        assert ui.get(f"/runs/{keys['broken']}/report").status == 422
+        table = ui.get(f"/compare?run={keys['own']}&run={keys['seen']}").text
+        assert "observed" in table and "80.0 ms" in table
+        assert "symbolic link" in ui.get("/").text
+
+
+def write_observation(folder: Path, text: str = "") -> None:
+    """Write what `shardwise.observe` does of two ranks of a loop, the second one of which is late."""
+    folder.mkdir(parents=True)
+    (folder / "observed.json").write_text(text or observation().model_dump_json())
+
+
+def observation() -> ObservedLoop:
+    late, waits = {"other": 0.04}, {"exposed_dp": 0.04}
+    usual = {"data": 0.0, "forward": 0.015, "backward": 0.02, "optimizer": 0.005, "other": 0.0, "exposed_dp": 0.0}
+    rows = [[LoopTimes(step_s=0.08, own_s=0, operators=9, parts=usual | one)] * 5 for one in (waits, late)]
+    facts = [
+        LoopFacts(rank=rank, world_size=2, wrapper="DDP", parameters=(), times=row[0]) for rank, row in enumerate(rows)
+    ]
+    line = Line(name="wrapper", planned="FSDP2", found="DDP", ok=False)
+    return observed_loop(Receipt(title="observed loop", lines=(line,)), facts, LaterSteps(rows, None))

@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounter
 
 from shardwise.distributed.comm_timer import COMM_TIMER, Waits
 from shardwise.measure.step_time import clock
-from shardwise.measure.step_time.attribution import Attribution, PhaseTotals, _CpuWait, groups_of, split_off_waiting
+from shardwise.measure.step_time.attribution import Attribution, CpuWait, PhaseTotals, groups_of, split_off_waiting
 from shardwise.measure.step_time.clock import COUNTED, EARLY, DeviceClock, HostClock
 from shardwise.measure.step_time.timing import PHASES
 from shardwise.plan.dims import dims_for
@@ -281,7 +281,7 @@ def test_an_axis_that_is_not_there_is_not_unmeasured():
 
 
 def test_a_kernel_that_keeps_no_account_of_cores_is_unknown(tmp_path: Path):
-    waiting = _CpuWait()
+    waiting = CpuWait()
     waiting.close()
     found = []
     for text in ("50 3 1", "60 7 2", "0 0 0"):

@@ -295,7 +295,7 @@ def test_a_report_never_costs_the_run_anything(run, tmp_path, monkeypatch):
     (run / "report.json").mkdir()
     assert write_report(run, said.append) is None
     assert "cannot be written" in said.pop()
-    monkeypatch.setattr(html, "read_run", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(html, "read_folder", lambda *_, **__: 1 / 0)
     assert write_report(run, said.append) is None
     assert "ZeroDivisionError" in said.pop()
 

@@ -340,17 +340,17 @@ def with_closures() -> Receipt:
     model = DDP(plain())
     optimizer = adamw(model)
     found: list[Receipt] = []
-    observer = shardwise.observe(model, optimizer, "ddp", on_receipt=found.append, grad_accum=1, clip_norm=0.1)
-    for inputs, labels in batches(3):
+    with shardwise.observe(model, optimizer, "ddp", on_receipt=found.append, grad_accum=1, clip_norm=0.1) as observer:
+        for inputs, labels in batches(3):
 
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model(inputs), labels)  # noqa: B023
-            loss.backward()
-            clip(model)()
-            return loss
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model(inputs), labels)  # noqa: B023
+                loss.backward()
+                clip(model)()
+                return loss
 
-        assert optimizer.step(closure) > 0
+            assert optimizer.step(closure) > 0
     assert observer.receipt is not None
     return observer.receipt
 
@@ -695,7 +695,7 @@ def trained(kind: str, *, observed: bool) -> list[torch.Tensor]:
     before, kept = hooks_of(model, optimizer), []
     observer = shardwise.observe(model, optimizer, on_receipt=lambda _: None) if observed else None
     assert (hooks_of(model, optimizer) > before) == observed
-    for index, (inputs, labels) in enumerate(batches(8)):
+    for index, (inputs, labels) in enumerate(batches(16)):
         loss_of(model(inputs), labels).backward()
         if index % 2:
             clip(model)()

@@ -175,11 +175,12 @@ def _less(case: Case, axis: str) -> str:
             )
         nearer = ", hsdp (shards inside a node only)," if inside else ""
         return f"a larger batch for each step{nearer} or ddp where the model fits"
+    key = "train.grad_accum" if case.observed.configured else "micro batches a step"
     if plan.parsed.base == "zero1":
-        return "a larger batch for each step (train.grad_accum), or ddp, which does not send the weights around"
+        return f"a larger batch for each step ({key}), or ddp, which does not send the weights around"
     return (
-        f"reduce less often: with twice the accumulation (train.grad_accum={2 * plan.grad_accum}) a sample costs half "
-        "of it, at twice the global batch"
+        f"reduce less often: with twice the accumulation ({key}={2 * plan.grad_accum}) a sample costs half of it, at "
+        "twice the global batch"
     )
 
 
@@ -208,6 +209,8 @@ def early_sync(case: Case) -> Iterator[Finding]:
         }
         evidence.append(f"the plan asks for it (gradient_sync = every), to keep gradients sharded; {room[fits]}")
         fix = "gradient_sync='last' in the plan"
+    elif not case.observed.configured:
+        fix = "reduce with the last micro batch alone: no_sync around the forward and the backward of those before it"
     else:
         fix = (
             "let session.steps and step.backward decide when to reduce: take out what sets require_backward_grad_sync, "

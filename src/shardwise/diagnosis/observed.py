@@ -104,6 +104,7 @@ class Observed(_Facts):
     peak of all ranks, and the memory of a rank's device (or its share of the host). ``price`` is US dollars for an hour
     of one device, by ``price_from``. ``mfu`` is measured. ``losses`` are the logged steps with their training loss in
     nats a token, ``spikes`` those far above the ones before, ``vocab_size`` the number of tokens to choose from.
+    ``configured`` is false where a fix cannot name keys of a config or of `shardwise.start`: in another tool's loop.
     """
 
     timing: Timing
@@ -127,6 +128,7 @@ class Observed(_Facts):
     losses: tuple[tuple[int, float], ...] = ()
     spikes: tuple[LossSpike, ...] = ()
     vocab_size: int | None = None
+    configured: bool = True
 
     def link(self, axis: str) -> LinkUse | None:
         """Return the link of an axis, where anything is known of it."""

@@ -131,7 +131,7 @@ def oversubscription(case: Case) -> Iterator[Finding]:
     )
     why, fix = "", "give the ranks more cores, or stop what else runs on this machine"
     if host is not None:
-        why, fix = _crowd(host)
+        why, fix = _crowd(host, case.observed.configured)
         evidence += _host_lines(host)
     who = f"rank {waited.highest_rank}" if lonely else "a rank"
     yield case.finding(
@@ -146,8 +146,9 @@ def oversubscription(case: Case) -> Iterator[Finding]:
     )
 
 
-def _crowd(host: HostUse) -> tuple[str, str]:
+def _crowd(host: HostUse, configured: bool) -> tuple[str, str]:
     """Return the cause of the contention, for the sentence, and the fix."""
+    key, also = ("parallel.threads", " (OMP_NUM_THREADS)") if configured else ("OMP_NUM_THREADS", "")
     if host.local_ranks > host.cores:
         return (
             f" ({counted(host.local_ranks, 'rank')} on {host.cores})",
@@ -157,7 +158,7 @@ def _crowd(host: HostUse) -> tuple[str, str]:
         fit = max(1, host.cores // host.local_ranks)
         return (
             f" ({counted(host.local_ranks, 'rank')} × {host.threads} threads on {host.cores})",
-            f"set parallel.threads={fit} (OMP_NUM_THREADS), so that threads and cores are as many",
+            f"set {key}={fit}{also}, so that threads and cores are as many",
         )
     if host.others is not None and host.others >= 0.2:
         return (

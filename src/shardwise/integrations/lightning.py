@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import lightning
@@ -24,6 +25,7 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         on_difference: ``report``, or ``error`` to end the training on every rank, after step 2, if a line is false.
         expect: what was meant, in place of the Trainer's strategy and precision; see `shardwise.observe`.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
+        output: folder for the receipt and the times of steps, which ``shardwise report`` renders; see `observe`.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         *,
         expect: Any = None,
         on_receipt: Callable[[Receipt], None] | None = None,
+        output: str | Path | None = None,
     ) -> None:
         if on_difference not in get_args(OnDifference):
             raise UserError(f"LightningReceiptCallback: on_difference = {on_difference!r}: use report or error")
         self._on_difference, self._expect, self._on_receipt = on_difference, expect, on_receipt
+        self._output = output
         self._observer: LoopObserver | None = None
 
     @property
@@ -60,7 +64,9 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
             and str(trainer.gradient_clip_algorithm or "norm") != "value"
         ):
             expected = expected.model_copy(update={"clip_norm": float(norm)})
-        self._observer = observe(trainer.strategy.model, trainer.optimizers, expected, on_receipt=self._on_receipt)
+        self._observer = observe(
+            trainer.strategy.model, trainer.optimizers, expected, on_receipt=self._on_receipt, output=self._output
+        )
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Raise what differs, if asked to.
@@ -68,7 +74,8 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         Raises:
             ReceiptError: a line of the receipt is false.
         """
-        if self._on_difference == "error" and self.receipt is not None:
+        if self._on_difference == "error" and self.receipt is not None and not self.receipt.ok:
+            self._detach()
             self.receipt.require()
 
     def on_exception(self, *_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sized
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -28,6 +29,7 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         on_difference: ``report``, or ``error`` to end the training on every rank, after step 2, if a line is false.
         expect: what was meant, in place of the ``TrainingArguments``; see `shardwise.observe`.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
+        output: folder for the receipt and the times of steps, which ``shardwise report`` renders; see `observe`.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         *,
         expect: Any = None,
         on_receipt: Callable[[Receipt], None] | None = None,
+        output: str | Path | None = None,
     ) -> None:
         if on_difference not in get_args(OnDifference):
             raise UserError(f"ReceiptCallback: on_difference = {on_difference!r}: use report or error")
         self._on_difference, self._expect, self._on_receipt = on_difference, expect, on_receipt
+        self._output = output
         self._observer: LoopObserver | None = None
 
     @property
@@ -61,7 +65,9 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         batches = len(loader) if isinstance(loader, Sized) else None
         if expected.grad_accum is not None and batches is not None and batches < 2 * expected.grad_accum:
             expected = expected.model_copy(update={"grad_accum": None})  # the end of an epoch shortens a step
-        self._observer = observe(kwargs["model"], kwargs["optimizer"], expected, on_receipt=self._on_receipt)
+        self._observer = observe(
+            kwargs["model"], kwargs["optimizer"], expected, on_receipt=self._on_receipt, output=self._output
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise what differs, if asked to.
@@ -69,7 +75,8 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Raises:
             ReceiptError: a line of the receipt is false.
         """
-        if self._on_difference == "error" and self.receipt is not None:
+        if self._on_difference == "error" and self.receipt is not None and not self.receipt.ok:
+            self._detach()
             self.receipt.require()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

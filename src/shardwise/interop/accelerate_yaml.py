@@ -101,7 +101,19 @@ def script_notes(plan: Plan, clip_norm: float | None) -> list[str]:
         notes.append(f"seq_len {plan.seq_len}: split samples to this length")
     if clip_norm is not None:
         notes.append(f"clipping: accelerator.clip_grad_norm_(model.parameters(), {clip_norm:g})")
-    return [*notes, f"launch: accelerate launch --config_file FILE script.py, {counted(plan.dims.world_size, 'rank')}"]
+    return [*notes, _launch(plan)]
+
+
+def _launch(plan: Plan) -> str:
+    """Say how to start; on CPUs the launcher starts one process, or several that train alone, unless it is told."""
+    words, ranks = "accelerate launch --config_file FILE script.py", counted(plan.dims.world_size, "rank")
+    if plan.device != "cpu" or plan.dims.world_size == 1 or plan.parsed.engine != "torch":
+        return f"launch: {words}, {ranks}"
+    flag = " --multi_gpu" if _kind(plan) == "MULTI_CPU" else ""
+    return (
+        f"launch: ACCELERATE_USE_CPU=true {words.replace(' --config', f'{flag} --config')}, {ranks}: by the file alone "
+        f"Accelerate {'starts one process' if flag else 'has each rank train alone'} on CPUs"
+    )
 
 
 def _kind(plan: Plan) -> str:

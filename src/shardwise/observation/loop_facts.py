@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from shardwise.observation.loop_times import LoopTimes
+
 
 class ParameterFacts(BaseModel):
     """Parameter on one rank.
@@ -59,7 +61,7 @@ class LoopFacts(BaseModel):
     of the last backward and just before the step. ``products`` and ``recomputed`` count matrix products of the
     forward, and those that ran again in a backward. ``quiet`` names modules with dropout that were in evaluation mode
     during training. ``earlier`` are the sample checksums of the first step. ``state_elements`` counts those of
-    which an engine keeps the optimizer's state here.
+    which an engine keeps the optimizer's state here. ``times`` is there where the loop asked for a run folder.
     """
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
@@ -97,6 +99,7 @@ class LoopFacts(BaseModel):
     tied_declared: tuple[tuple[str, ...], ...] = ()
     tied_now: tuple[tuple[str, ...], ...] = ()
     unknown: tuple[str, ...] = ()
+    times: LoopTimes | None = None
 
     @property
     def backwards(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,24 +18,53 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pus
 from shardwise.measure import state
 from shardwise.measure.collectives import OTHER, CollectiveRecorder
 from shardwise.model.read import dtype_name
+from shardwise.observation.step_clock import StepClock
 from shardwise.receipts.lines.sample_lines import tensor_bytes
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
 _REDUCTIONS = {"all_reduce", "reduce_scatter"}
+_ORDINARY: dict[Any, bool] = {}  # by operator: whether nothing but its phase matters
 
 
 class _Dispatches(CollectiveRecorder):
-    """Collective recorder that also calls ``on_operator`` before each operator, with its phase."""
+    """Collective recorder that also calls ``on_operator`` before each operator, with its phase, and tells ``clock``."""
 
-    def __init__(self, phase: Callable[[], str], on_operator: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, phase: Callable[[], str], on_operator: Callable[[str, str], None], clock: StepClock | None
+    ) -> None:
         super().__init__(phase, lambda name, ranks: OTHER)
-        self._on_operator = on_operator
+        self._on_operator, self._clock = on_operator, clock
+        self._seen = ""  # phase of the operator before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = getattr(func, "_overloadpacket", None)
-        if packet is not None:
-            self._on_operator(self._phase(), packet.__name__)
+        ordinary = _ORDINARY.get(func)
+        if ordinary is None:
+            packet = getattr(func, "_overloadpacket", None)
+            if packet is None:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            ordinary = _ORDINARY[func] = func.namespace == "aten" and packet.__name__ not in _PRODUCTS
+        clock, phase = self._clock, self._phase()
+        if clock is not None:
+            clock.count()
+        if ordinary and phase == self._seen and (clock is None or clock.part == phase):
+            return func(*args, **(kwargs or {}))
+        self._seen, name = phase, func._overloadpacket.__name__
+        if clock is not None:
+            return self._timed(clock, name, func, types, args, kwargs)
+        self._on_operator(phase, name)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _timed(self, clock: StepClock, name: str, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with clock.own:
+            phase, recorded = self._phase(), len(self.collectives)
+            self._on_operator(phase, name)
+            clock.see_operator(phase, name, args)
+        began = perf_counter()
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.collectives) > recorded:
+            with clock.own:
+                clock.launch(self.collectives[-1], began, made)
+        return made
 
 
 class LoopTrace:
@@ -42,8 +73,15 @@ class LoopTrace:
     Phases: ``forward`` (of the model, with gradients), ``backward``, ``optimizer``, and ``other``, the loop's own code.
     """
 
-    def __init__(self, root: nn.Module, wrapper: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
-        self.root, self.wrapper, self.optimizers = root, wrapper, optimizers
+    def __init__(
+        self,
+        root: nn.Module,
+        wrapper: nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        clock: StepClock | None = None,
+    ) -> None:
+        self.root, self.wrapper, self.optimizers, self.clock = root, wrapper, optimizers, clock
+        self._own: contextlib.AbstractContextManager[None] = contextlib.nullcontext() if clock is None else clock.own
         self.samples: list[str] = []
         self.marks: list[int] = []  # per backward: how many collectives were recorded before it
         self.ends: list[int] = []  # and after it
@@ -54,7 +92,7 @@ class LoopTrace:
         self.norm_backward: float | None = None
         self.gradient_dtypes: set[str] = set()
         self._recorder: _Dispatches | None = None
-        self._recording = self._in_backward = self._stepping = self._refused = False
+        self._recording = self._in_backward = self._stepping = self._refused = self._times_only = False
         self._running: list[bool] = []  # with gradients, per nested forward
         self._hooks: list[Any] = []
 
@@ -76,20 +114,30 @@ class LoopTrace:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
-    def start(self) -> None:
-        """Begin to record every operator."""
-        self._recorder = _Dispatches(self._phase, self._on_operator)
+    def start(self, *, times_only: bool = False) -> None:
+        """Begin to record every operator; ``times_only`` leaves gradients alone."""
+        self._times_only = times_only
+        self.marks, self.ends, self._in_backward = [], [], False
+        self._recorder = _Dispatches(self._phase, self._on_operator, self.clock)
         self._recorder.__enter__()
         self._recording = True
         self.samples = []
+        if self.clock is not None:
+            self.clock.start()
 
-    def stop(self, running: Any = None) -> None:
-        """Remove every hook and the recorder; the records stay. ``running`` is the optimizer's hook that calls this."""
-        remove_hooks(self._hooks, self.root, running)
-        self._hooks = []
+    def pause(self) -> None:
+        """Remove the recorder; the records and the hooks stay."""
+        if self.clock is not None:
+            self.clock.stop()
         if self._recording:
             _remove_mode(self.recorder)
         self._recording = False
+
+    def stop(self, running: Any = None) -> None:
+        """Remove every hook, too. ``running`` is the optimizer's hook that calls this."""
+        self.pause()
+        remove_hooks(self._hooks, self.root, running)
+        self._hooks = []
 
     def backward_elements(self) -> list[int]:
         """Count the gradient elements reduced in each backward."""
@@ -114,6 +162,10 @@ class LoopTrace:
             return "forward"  # also of `autograd.grad` in it
         return "backward" if torch._C._current_graph_task_id() != -1 else "other"
 
+    def _mark(self) -> None:
+        if self.clock is not None:
+            self.clock.at(self._phase())
+
     def _on_operator(self, phase: str, name: str) -> None:
         if phase == "backward":
             if not self._in_backward:
@@ -133,19 +185,30 @@ class LoopTrace:
     def _begin_backward(self) -> None:
         self._in_backward, self._refused = True, False
         self.marks.append(len(self.recorder.collectives))
+        if self.clock is not None:
+            self.clock.begin_backward()
 
     def _finish_backward(self) -> None:
         self._in_backward = False
         self.ends.append(len(self.recorder.collectives))
+        if self._times_only:
+            return
         with _disable_current_modes(), torch.no_grad():
             self.norm_backward = _total(list(gradient_norms(self.root).values()))
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recomputes = torch._C._current_graph_task_id() != -1
         self._running.append(torch.is_grad_enabled() and not recomputes)
+        self._mark()
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter(module, args, kwargs)
+        if self.clock is not None:
+            self.clock.enter_model()
+        with self._own:
+            self._see_inputs(module, args, kwargs)
+
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._running[-1] or not self._trains(module):
             return
         active = DistributedDataParallel._get_active_ddp_module()
@@ -157,7 +220,10 @@ class LoopTrace:
         if isinstance(self.wrapper, DistributedDataParallel) and self.wrapper.module is module:
             self.bypassed += active is not self.wrapper
         with _disable_current_modes():
-            self.samples += _digests(args, kwargs)
+            digests = _digests(args, kwargs)
+            self.samples += digests
+            if self.clock is not None:
+                self.clock.see_inputs(digests, args, kwargs)
         if self.training is None:
             self.training = module.training
             self.quiet = tuple(name for name, part in random_modules(module) if not part.training)
@@ -172,6 +238,7 @@ class LoopTrace:
     def _leave(self, *_: Any) -> None:
         if self._running:
             self._running.pop()
+            self._mark()
 
     def _has_gradient(self) -> bool:
         """Return whether a gradient of this step exists; FSDP2 and engines keep unreduced ones elsewhere."""
@@ -183,6 +250,9 @@ class LoopTrace:
         self.recorder.collectives.clear()
         self.samples, self.marks, self.ends = [], [], []
         self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
+        if self.clock is not None:
+            self.clock.start(again=True)
+            self._mark()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients; those of a closure after it has run, within the step."""
@@ -190,18 +260,19 @@ class LoopTrace:
 
     def _set_stepping(self, stepping: bool) -> None:
         self._stepping = stepping
+        self._mark()
 
     def _see_gradients(self) -> None:
-        if self._recorder is None:
+        if self._recorder is None or self._times_only:
             return
-        if self._in_backward:
-            self._finish_backward()
-        with _disable_current_modes(), torch.no_grad():
+        with self._own, _disable_current_modes(), torch.no_grad():
+            if self._in_backward:
+                self._finish_backward()
             self.norms |= gradient_norms(self.root)
             self.gradient_dtypes |= {dtype_name(g.dtype) for g in state.gradients(self.root)}
 
     def _after_step(self, *_: Any) -> None:
-        self._stepping = False
+        self._set_stepping(False)
 
     @property
     def norm_step(self) -> float | None:

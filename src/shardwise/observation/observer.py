@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,9 @@ from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.observation.loop_trace import LoopTrace, remove_hooks
+from shardwise.observation.run_output import checked_folder
+from shardwise.observation.step_clock import StepClock
+from shardwise.observation.timed_steps import TimedSteps
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_receipt
 
@@ -36,8 +40,8 @@ _PATIENCE_S = 300.0  # for a rank that does not come to the second step
 class LoopObserver:
     """Observer of a loop; ``receipt`` is there after the second optimizer step, ``None`` before.
 
-    As a context manager, or until `detach`, which it calls itself with the receipt, or after 1,000 forwards without the
-    step that is awaited.
+    As a context manager, or until `detach`, which it calls itself with the receipt, or five steps later with a run
+    folder, or after 1,000 forwards without the step that is awaited.
     """
 
     def __init__(
@@ -47,13 +51,17 @@ class LoopObserver:
         expected: Expectation,
         on_receipt: Callable[[Receipt], None],
         on_difference: OnDifference,
+        output: Path | None = None,
     ) -> None:
         self.receipt: Receipt | None = None
         self.expected = expected
         root, wrapper = innermost(model)
         self._ranks = control_group()
         self._tied = tied_groups(root)
-        self._trace: LoopTrace | None = LoopTrace(root, wrapper, optimizers)
+        self._trace: LoopTrace | None = LoopTrace(
+            root, wrapper, optimizers, None if output is None else StepClock(root)
+        )
+        self._timed = None if output is None else TimedSteps(output, self._ranks)
         self._on_receipt, self._on_difference = on_receipt, on_difference
         self._steps = self._forwards = 0
         self._earlier: list[str] = []
@@ -90,7 +98,12 @@ class LoopObserver:
         self._forwards += 1
         if self._forwards <= _MOST_FORWARDS:
             return
-        if self._is_main:
+        if self._is_main and self.receipt is not None:
+            _LOG.warning(
+                f"observe: the report has step {_OBSERVED_STEP} alone, as step {self._steps + 1} did not come in "
+                f"{_MOST_FORWARDS} forwards of the model"
+            )
+        elif self._is_main:
             _LOG.warning(
                 f"observe: no receipt, as step {self._steps + 1} of {type(self._trace.optimizers[-1]).__name__} did "
                 f"not come in {_MOST_FORWARDS} forwards of the model, and step {_OBSERVED_STEP} has the receipt; give "
@@ -109,18 +122,44 @@ class LoopObserver:
             trace.training = None
             trace.start()
             return
-        trace.stop(self._hooks[-1])
+        running = self._hooks[-1]
+        trace.pause()
+        if self.receipt is not None:
+            self._add_step(trace, running)
+            return
         try:
             with _disable_current_modes(), torch.no_grad():
                 self.receipt = self._judge(trace)
         finally:
-            self._end(self._hooks[-1])
-        if self.receipt is None:
+            if self.receipt is None or self._timed is None:
+                self._end(running)
+        if self.receipt is not None:
+            self._tell(self.receipt, running)
+        if self._trace is not None:
+            trace.start(times_only=True)
+
+    def _tell(self, receipt: Receipt, running: Any) -> None:
+        try:
+            if self._is_main:
+                self._on_receipt(receipt)
+            if self._on_difference == "error":
+                receipt.require()
+        except BaseException:
+            self._end(running)
+            raise
+
+    def _add_step(self, trace: LoopTrace, running: Any) -> None:
+        """Keep the times of a step after the receipt; the last of them writes the report."""
+        timed, clock = self._timed, trace.clock
+        assert timed is not None and clock is not None
+        if not timed.add(clock.times(trace.samples, trace.wrapper)):
+            trace.start(times_only=True)
             return
-        if self._is_main:
-            self._on_receipt(self.receipt)
-        if self._on_difference == "error":
-            self.receipt.require()
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                timed.finish(_PATIENCE_S)
+        finally:
+            self._end(running)
 
     @property
     def _is_main(self) -> bool:
@@ -129,7 +168,10 @@ class LoopObserver:
     def _judge(self, trace: LoopTrace) -> Receipt | None:
         """Return the receipt of all ranks; ``None`` where a rank's facts cannot be read, which does not stop a run."""
         try:
-            text = collect(trace, self._earlier, self._tied).model_dump_json()
+            facts = collect(trace, self._earlier, self._tied)
+            if trace.clock is not None:
+                facts = facts.model_copy(update={"times": trace.clock.times(trace.samples, trace.wrapper)})
+            text = facts.model_dump_json()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         texts = [text]
@@ -145,7 +187,11 @@ class LoopObserver:
             if self._is_main:
                 _LOG.warning(f"observe: no receipt, as facts of the loop cannot be read: {failed[0]}")
             return None
-        return loop_receipt(self.expected, [LoopFacts.model_validate_json(text) for text in texts])
+        ranks = [LoopFacts.model_validate_json(text) for text in texts]
+        receipt = loop_receipt(self.expected, ranks)
+        if self._timed is not None:
+            self._timed.begin(receipt, ranks)
+        return receipt
 
 
 def observe(
@@ -160,8 +206,11 @@ def observe(
     tied: Sequence[Sequence[str]] = (),
     on_difference: OnDifference = "report",
     on_receipt: Callable[[Receipt], None] | None = None,
+    output: str | Path | None = None,
 ) -> LoopObserver:
     """Observe two optimizer steps of any training loop, print a receipt on rank 0, and detach.
+
+    With ``output`` it times five more steps first.
 
     Call it on every rank, after the model is wrapped and before the first step. Hooks read; they change nothing.
     Use it in a ``with`` where the loop may end or fail before its second step: what records operators stays on the
@@ -180,6 +229,8 @@ def observe(
         tied: groups of names that are one parameter.
         on_difference: ``report``, or ``error`` to raise on every rank if a line is false.
         on_receipt: called on rank 0 with the receipt, in place of printing it.
+        output: folder for the receipt and the times of the second step, then of the five steps after it, which
+            ``shardwise report`` renders.
 
     Raises:
         UserError: a setting is impossible.
@@ -204,7 +255,8 @@ def observe(
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
-    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference)
+    folder = None if output is None else checked_folder(output)
+    return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference, folder)
 
 
 def print_after_output(receipt: Receipt) -> None:

@@ -24,6 +24,7 @@ class RunFile(StrEnum):
     HEARTBEATS = "watch"
     WATCH = "watch.json"
     NONFINITE = "nonfinite.json"
+    OBSERVED = "observed.json"
 
 
 def replace_file(path: Path, text: str) -> None:

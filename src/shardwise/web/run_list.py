@@ -1,4 +1,4 @@
-"""Runs below a root folder: found without following links, and read only where their files are plain and small.
+"""Runs and observed loops below a root: found without following links, read only where files are plain and small.
 
 A run is addressed by a key made from its path, which is looked up among those found; no path comes from a request.
 """
@@ -27,7 +27,7 @@ TAIL_BYTES, SUMMARY_BYTES = 2**16, 2**24
 LIVE_S = 60.0
 """A run counts as live if its metrics were written in the last ``LIVE_S`` seconds."""
 
-_MARKS = (RunFile.METRICS, RunFile.SUMMARY, RunFile.JOB)
+_MARKS = (RunFile.METRICS, RunFile.SUMMARY, RunFile.JOB, RunFile.OBSERVED)
 _READ = (*_MARKS, RunFile.PLAN, RunFile.ENVIRONMENT, RunFile.TIMING, RunFile.FINDINGS, RunFile.LOCK)
 
 
@@ -35,7 +35,8 @@ _READ = (*_MARKS, RunFile.PLAN, RunFile.ENVIRONMENT, RunFile.TIMING, RunFile.FIN
 class RunFolder:
     """Run folder; ``problem`` says why it is not read, and is empty if it is.
 
-    ``state`` is ``finished``, ``live``, ``unfinished`` or ``unknown``; ``changed`` is a Unix time.
+    ``state`` is ``finished``, ``live``, ``unfinished``, ``observed`` (a loop that `shardwise.observe` has seen) or
+    ``unknown``; ``changed`` is a Unix time.
     """
 
     key: str
@@ -114,6 +115,8 @@ def _inspected(root: Path, folder: Path) -> RunFolder:
     changed = max((at for at in times.values() if at is not None), default=None)
     if problems:
         return _entry(root, folder, problem="; ".join(problems), at=changed)
+    if times[RunFile.OBSERVED] is not None:
+        return _entry(root, folder, state="observed", at=changed)
     metrics, summarised = times[RunFile.METRICS], _summarised_steps(folder / RunFile.SUMMARY)
     if summarised is not None and summarised >= (_last_step(folder / RunFile.METRICS) or 0):
         state = "finished"

@@ -16,8 +16,8 @@ from shardwise.errors import ShardwiseError, UserError
 from shardwise.hardware.cluster import detect
 from shardwise.hardware.cpu import processor_name
 from shardwise.measure.history import History, read_history
+from shardwise.report.html.observed_folder import read_folder
 from shardwise.report.html.page import render
-from shardwise.report.html.run_folder import read_run
 from shardwise.report.html.run_record import RunRecord
 from shardwise.report.html.sample_files import read_links
 from shardwise.report.html.text import fixed, milliseconds, number, percent
@@ -29,7 +29,13 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 MOST_COMPARED = 4
-STATES = {"finished": "finished", "live": "live", "unfinished": "not finished", "unknown": "not read"}
+STATES = {
+    "finished": "finished",
+    "live": "live",
+    "unfinished": "not finished",
+    "observed": "observed",
+    "unknown": "not read",
+}
 BUILD_SITE = "make site"
 
 
@@ -127,7 +133,7 @@ def read_record(run: RunFolder) -> RunRecord:
     if problem:
         raise UserError(f"{run.name}: {problem}")
     try:
-        return read_run(run.path).model_copy(update={"name": run.name})
+        return read_folder(run.path).model_copy(update={"name": run.name})
     except ShardwiseError as error:
         raise UserError(f"{run.name}: {error}") from None
     except (ValidationError, ValueError, TypeError, KeyError, OSError) as error:
@@ -152,9 +158,9 @@ def _figure_rows(records: Sequence[RunRecord | None]) -> list[tuple[str, list[st
         return name, ["unknown" if record is None else value(record) for record in records]
 
     rows = [
-        row("state", lambda r: r.state),
+        row("state", lambda r: STATES["observed"] if r.notes else r.state),  # runs have no notes
         row("strategy", lambda r: "unknown" if r.plan is None else r.plan.strategy),
-        row("ranks", lambda r: "unknown" if r.plan is None else f"{r.plan.dims.world_size:,}"),
+        row("ranks", _ranks),
         row("precision", lambda r: "unknown" if r.plan is None else r.plan.precision),
         row("steps", lambda r: f"{r.figures.steps:,}"),
         row("last loss", lambda r: fixed(r.figures.last_loss)),
@@ -169,6 +175,13 @@ def _figure_rows(records: Sequence[RunRecord | None]) -> list[tuple[str, list[st
         row("cost", lambda r: money_text(r.figures.cost)),
     ]
     return rows
+
+
+def _ranks(record: RunRecord) -> str:
+    """Return the number of ranks, by the plan or by what was timed."""
+    if record.plan is not None:
+        return f"{record.plan.dims.world_size:,}"
+    return "unknown" if record.timing is None else f"{record.timing.world_size:,}"
 
 
 def machine_page(calibration: Path | None, planner: bool) -> bytes:

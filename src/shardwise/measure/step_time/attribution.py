@@ -57,7 +57,7 @@ class Attribution:
         self._session = session
         self._clock = clock_for(session.device)
         self._comm_hooks: CommHooks | None = None
-        self._waiting = _CpuWait()
+        self._waiting = CpuWait()
         self._own: deque[tuple[int, int, int, int]] = deque()  # of laps that the clock may not have read yet
         self._intervals = self._tokens = 0
         self._border = time.perf_counter_ns()
@@ -355,7 +355,7 @@ def absent(plan: Plan) -> set[str]:
     return {part for part, possible in there.items() if not possible}
 
 
-class _CpuWait:
+class CpuWait:
     """Time the training thread was ready without a core, from the kernel's account (Linux only)."""
 
     def __init__(self) -> None:

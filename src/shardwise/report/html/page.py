@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardwise.errors import MachineError, ShardwiseError, UserError
 from shardwise.report.html import figures, page_facts
-from shardwise.report.html.run_folder import read_run
+from shardwise.report.html.observed_folder import read_folder
 from shardwise.report.html.run_record import BenchSamples, RunRecord
 from shardwise.report.html.text import rendered
 from shardwise.train.run_files import RunFile, replace_file
@@ -52,7 +52,7 @@ def make_report(
     """
     if output is not None and output.suffix != ".html":
         raise UserError(f"--output '{output}' must end in .html; the numbers are written beside it, as .json")
-    record = read_run(folder, scaling=scaling, links=links, ended=ended)
+    record = read_folder(folder, scaling=scaling, links=links, ended=ended)
     page = output or folder / RunFile.PAGE
     try:
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.weight import HINT
+from shardwise.diagnosis.weight import HINT, MIN_STEPS
 from shardwise.measure.profiler.trace_text import rate_text
 from shardwise.measure.step_time.timing import BETWEEN, Timing
 from shardwise.measure.utilisation import utilisation_lines
@@ -25,6 +25,7 @@ PLANNED = ("strategy", "device", "precision", "recompute", "micro_batch", "grad_
 """Plan keys that are always shown; others only if they differ from the default."""
 _CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries")
 _NOTHING = "–"
+_PHASES = {"optimizer": "the optimizer", "other": "the loop's own code"}
 
 
 class PageTable(NamedTuple):
@@ -61,6 +62,7 @@ def of_record(record: RunRecord, drawn: Collection[str]) -> dict[str, Any]:
         "parts_table": _parts_table(series),
         "timing_table": None if timing is None else _timing_table(timing),
         "timing_lines": [] if timing is None else list(_timing_lines(timing)),
+        "collectives_table": _collectives_table(record),
         "saves_table": _saves_table(record.saves[-SAVES:]),
         "memory_table": _memory_table(record.memory),
         "also_measured": _also_measured(record.memory),
@@ -85,9 +87,11 @@ def _costs(finding: Finding) -> list[str]:
 
 def _why_no_verdict(record: RunRecord) -> str:
     """Explain why there are no findings: not computed, or too little data."""
-    if record.findings is None:
-        return "no diagnosis was made for this run"
     steps = record.figures.steps if record.timing is None else record.timing.steps
+    if record.findings is None and (record.timing is None or steps >= MIN_STEPS):
+        return "no diagnosis was made for this run"
+    if record.not_judged:
+        return "no cause that is seen here takes 5 % of a step; what is not judged is listed below"
     return f"{steps} {'step is' if steps == 1 else 'steps are'} too few to judge what this run loses time to"
 
 
@@ -266,9 +270,11 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
         both = f"{milliseconds(timing.whole_s)}; by stopwatch {milliseconds(timing.stopwatch_s)}"
         yield f"Parts and the time between steps add up to {both}."
     if timing.warm_up:
-        yield f"Left out are the first {timing.warm_up} steps, in which things warm up."
+        left = "is the first step" if timing.warm_up == 1 else f"are the first {timing.warm_up} steps"
+        yield f"Left out {left}, in which things warm up."
     if timing.late_rank is not None and timing.world_size > 1:
-        yield f"Rank {timing.late_rank} came last most often: in {percent(timing.late_share)} of the steps."
+        often = "" if timing.steps == 1 else f" most often: in {percent(timing.late_share)} of the steps"
+        yield f"Rank {timing.late_rank} came last{often}."
     if timing.cpu_wait_s is not None:
         waited = timing.cpu_wait_s.mean_s
         share = f" ({percent(waited / timing.step_s)})" if timing.step_s else ""
@@ -287,6 +293,20 @@ def _timing_lines(timing: Timing) -> Iterator[str]:
         why = [f"{words(part)} ({timing.unmeasured[part]})" for part in absent if part in timing.unmeasured]
         rest = [words(part) for part in absent if part not in timing.unmeasured]
         yield f"Not in this run, or not separated: {', '.join([*why, *rest])}."
+
+
+def _collectives_table(record: RunRecord) -> PageTable:
+    """Return how long collectives of an observed loop were in flight."""
+    rows = [
+        (
+            f"{one.name} in {_PHASES.get(one.phase, one.phase)}, rank {one.rank}",
+            f"{one.calls:,}",
+            bytes_text(one.num_bytes),
+            f"unknown: {one.unknown}" if one.seconds is None else milliseconds(one.seconds),
+        )
+        for one in record.collectives
+    ]
+    return PageTable(("collective", "calls", "size", "in flight"), rows)
 
 
 def _saves_table(saves: Iterable[SavedCheckpoint]) -> PageTable:

@@ -164,7 +164,7 @@ def read_run(
     return RunRecord(
         name=folder.resolve().name,
         made_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        made_by=f"shardwise {_version()}",
+        made_by=made_by(),
         state=state,
         state_text=text,
         missing=(*files.problems, *_stale(through, done)),
@@ -409,8 +409,9 @@ def _one_line(error: BaseException) -> str:
     return (text or type(error).__name__).splitlines()[0]
 
 
-def _version() -> str:
+def made_by() -> str:
+    """Return the name and the version of this program."""
     try:
-        return version("shardwise")
+        return f"shardwise {version('shardwise')}"
     except PackageNotFoundError:
-        return "unknown"
+        return "shardwise unknown"

@@ -115,6 +115,22 @@ class Memory(_Frozen):
     process_peak_bytes: int | None = None
 
 
+class CollectiveTime(_Frozen):
+    """Collectives of one kind in one phase of a step, on one rank.
+
+    ``seconds`` are those in which at least one was in flight, from its call to its end, beside the computation or not;
+    ``None`` where the end is not seen, for the reason ``unknown``.
+    """
+
+    rank: int = 0
+    name: str
+    phase: str
+    calls: int
+    num_bytes: int
+    seconds: float | None = None
+    unknown: str = ""
+
+
 class Curve(_Frozen):
     """Line of a plot: ``x`` and ``y`` of equal length, and an optional interval.
 
@@ -145,6 +161,9 @@ class BenchSamples(_Frozen):
 class RunRecord(_Frozen):
     """Record of one run. ``missing`` lists in sentences what its folder lacks, and why.
 
+    ``collectives`` and ``notes`` are those of a loop that Shardwise observed and did not run; ``not_judged`` says of
+    each kind of finding that is not looked for in it why it is not.
+
     ``through_step`` is set if timing, findings and receipts end before the last logged step.
     """
 
@@ -162,6 +181,7 @@ class RunRecord(_Frozen):
     saves: tuple[SavedCheckpoint, ...] = ()
     timing: Timing | None = None
     findings: tuple[Finding, ...] | None = None
+    not_judged: dict[str, str] = {}
     memory: Memory = Memory()
     receipts: dict[str, Receipt | None] = {}
     plan: Plan | None = None
@@ -170,6 +190,8 @@ class RunRecord(_Frozen):
     utilisation: Utilisation | None = None
     scaling: BenchSamples | None = None
     links: BenchSamples | None = None
+    collectives: tuple[CollectiveTime, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def noun(self) -> str:
