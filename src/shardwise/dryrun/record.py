@@ -83,6 +83,7 @@ class StorageRecorder:
         self._names: dict[int, str] = {}
         self._finalizers: dict[int, Any] = {}
         self._next = 0
+        self._held: tuple[int, int] | None = None
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage`` from now on, if it is new."""
@@ -119,6 +120,23 @@ class StorageRecorder:
         self.events.append(StorageEvent(self._next, num_bytes, self._stream(), step, phase))
         self.events.append(StorageEvent(self._next, -num_bytes, self._stream(), step, phase))
         self._next += 1
+
+    def hold(self, num_bytes: int, category: str) -> None:
+        """Record ``num_bytes`` allocated until `release`."""
+        self.release()
+        self._names[self._next] = category
+        step, phase = self._phase()
+        self.events.append(StorageEvent(self._next, num_bytes, self._stream(), step, phase))
+        self._held = (self._next, num_bytes)
+        self._next += 1
+
+    def release(self) -> None:
+        """Record that what is held is freed."""
+        if self._held is not None:
+            number, num_bytes = self._held
+            step, phase = self._phase()
+            self.events.append(StorageEvent(number, -num_bytes, self._stream(), step, phase))
+            self._held = None
 
     def mark(self) -> None:
         """Record the start of a phase, even if it allocates nothing."""
@@ -217,8 +235,8 @@ def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterato
 
     Enter it inside the fake mode. ``on_cpu`` counts tensors in host memory: the random state that recompute stores per
     block. With ``gloo``, the buffers of gloo's collectives are counted: reduce_scatter reduces a copy of its input,
-    all_gather gathers into a flat copy of its output (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Gloo's own
-    thread frees one of them, at times a little later.
+    all_gather gathers into a flat copy of its output, which lives until somebody waits for it
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Gloo's thread frees them, at times earlier or later.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -295,8 +313,12 @@ def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bo
         size = sum(t.numel() * t.element_size() for t in tensors_of(args[position]))
         step, phase = recorder._phase()
         recorder.sent.append(Sent(field, size, step, phase))
-        if gloo and field in ("reduce_scatter", "all_gather") and not sums:
+        if gloo and field == "all_gather" and size:
+            recorder.hold(size, "buffers")
+        elif gloo and field == "reduce_scatter" and not sums:
             recorder.moment(size, "buffers")
+    elif name == "split_with_sizes_copy":  # FSDP2 has waited for a gather
+        recorder.release()
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":
             recorder.see(tensor.untyped_storage())
