@@ -29,7 +29,7 @@ from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
 from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
-from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, shard_unit
+from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, overlap_over_gloo, shard_unit
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
@@ -175,8 +175,10 @@ def _place_stages(
         if wraps:
             shard_unit(stage, plan, meshes.data, is_root=True, is_last_stage=stages.is_last(stage))
             own = stages.blocks_of(stage)
-            gather_ahead(stage, [blocks[name] for name in spec.blocks if name in own], plan.prefetch)
+            units = [blocks[name] for name in spec.blocks if name in own]
+            gather_ahead(stage, units, plan.prefetch)
             keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
+            overlap_over_gloo(stage, units, plan, meshes.data)
         else:
             apply_autocast(stage, plan)
     parameters.note_ownership(stages, plan)
