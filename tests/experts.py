@@ -20,9 +20,15 @@ from shardwise.train.session import Session
 from tests.contract import CLIP, Gradients, Watch, decided_once, worst
 from tests.kept import kept
 from tests.world.zoo.exact import Float64
-from tests.world.zoo.families import LENGTH, VOCAB, family
+from tests.world.zoo.families import FAMILIES, LENGTH, VOCAB, family
 from tests.world.zoo.families_table import quiet
 
+_TINY: dict[str, Any] = {**FAMILIES["llama"], "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MORE: dict[str, dict[str, Any]] = {  # families that only mixtures are tested of
+    "glm4_moe": {**_TINY, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {**_TINY, "num_local_experts": 4},
+    "lfm2_moe": {**_TINY, "num_experts": 4, "layer_types": ["full_attention"] * 2, "num_dense_layers": 1},
+}
 TERMS = RouterTerms(aux_loss=0.5, z_loss=0.1)
 NONE = RouterTerms()
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -55,9 +61,11 @@ def routers_loss(rows: list[tuple[torch.Tensor, torch.Tensor]], top_k: int, term
     return terms.aux_loss * number * (f * p).sum() + terms.z_loss * z
 
 
-def mixture(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False) -> nn.Module:
+def mixture(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False, **keys: Any
+) -> nn.Module:
     """A tiny model of a family; ``starved``: one expert of each layer never gets a token."""
-    model = family(name, seed=seed, dtype=dtype)
+    model = family(name, seed=seed, dtype=dtype, **{**MORE.get(name, {}), **keys})
     for router in routers(model) if starved else ():
         router.e_score_correction_bias[1] = -10.0
     return model

@@ -25,9 +25,12 @@ from shardwise.model.profile import Weight
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.report.plan_json import document
+from shardwise.search.search import search
 
 SMALL = {
     "num_hidden_layers": 5,
@@ -182,14 +185,16 @@ def test_all_wrong_sizes_are_told_at_once(family, keys, says):
 def test_what_a_configuration_states_and_nobody_builds_is_told():
     keys = SMALL | OWN | {"model_type": "deepseek_v3", "n_routed_experts": 16}
     plain = architecture_from_config(keys)
-    more = architecture_from_config(keys | {"num_nextn_predict_layers": 2, "moe_layer_freq": 2})
+    stated = {"num_nextn_predict_layers": 2, "moe_layer_freq": 2, "quantization_config": {"quant_method": "fp8"}}
+    more = architecture_from_config(keys | stated)
     assert plain is not None and more is not None
     assert parameter_count(plain) == parameter_count(more)
-    told = profile_of(more, 64).unknown
-    assert [words for words in ("multi-token prediction", "moe_layer_freq 2") if any(words in one for one in told)] == [
-        "multi-token prediction",
-        "moe_layer_freq 2",
-    ]
+    profile = profile_of(more, 64)
+    cluster, workload = parse_cluster("8xH100-SXM"), Workload(seq_len=64, global_batch=8)
+    answer = document(profile, cluster, workload, search(profile, workload, cluster), notes=("a default",))
+    for told in (profile.unknown, answer.notes):
+        for words in ("multi-token prediction", "moe_layer_freq 2", "stored in fp8"):
+            assert sum(words in one for one in told) == 1, (words, told)
 
 
 def plan_for(strategy: str, world: int, **own) -> Plan:
@@ -224,6 +229,7 @@ class TestMemory:
         assert shard_dim(stacked, (8, 96, 64), 8) == 0
         assert rest_shape(stacked, (8, 96, 64), 4) == (2, 96, 64)
         assert rest_shape(stacked, (8, 96, 64), 32) == (8, 3, 64)
+        assert rest_shape(stacked, (8, 96, 64), 32, whole=True) == (1, 96, 64)
         assert rest_shape(stacked, (8, 96, 64), 64) == (8, 96, 1)  # 64 does not divide the rows
         assert rest_shape(stacked, (8, 96, 64), 5) == (2, 96, 64)
         assert rest_shape(Weight("up", (8, 96)), (8, 96), 32) == (1, 96)
@@ -274,6 +280,7 @@ class TestAdapters:
             ("qwen2_moe", {"num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2}),
             ("olmoe", {"num_experts": 16}),
             ("phimoe", {}),
+            ("deepseek_v3", OWN | {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 2}),
         ],
     )
     @pytest.mark.parametrize("targets", [(), ("attention",)])
@@ -292,6 +299,7 @@ class TestAdapters:
         plan = plan_for("fsdp+lora", 2, seq_len=64).model_copy(update={"adapter": options})
         add_adapters(module, plan, real=False)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        assert not any(".experts." in name for name, p in module.named_parameters() if p.requires_grad)
         found = architecture_from_config(config.to_dict() | {"model_type": family})
         assert found is not None
         profile = with_adapters(profile_of(found, 64), "lora", rank, targets)
@@ -346,6 +354,20 @@ class TestTime:
         copies = 4096 * 8 * 2048 * 2 * 48  # tokens × experts a token × width × bf16 × layers
         assert sent["ep"] == 4 * 4 * copies * 7 / 8
         assert sent["dp"] < sent_bytes(self.PROFILE, plan_for("fsdp", 16))["dp"] / 4
+        again = sent_bytes(self.PROFILE, plan_for("fsdp+ep8", 16, recompute="full"))
+        assert again["ep"] == 6 / 4 * sent["ep"], "recompute needs what the experts sent back: it is weighed afterwards"
+
+    def test_recompute_repeats_both_exchanges_where_results_are_weighed_after_them(self):
+        waits = []
+        for recompute in ("none", "full"):
+            plan = plan_for("fsdp+ep8", 16, recompute=recompute)
+            own, other = (
+                step_time(self.PROFILE, plan, Workload(program=program), self.CLUSTER).exposed_ep_s
+                for program in (SHARDWISE, find_program("torchtitan"))
+            )
+            waits.append((own, other))
+        assert waits[1][0] / waits[0][0] == pytest.approx(6 / 4)
+        assert waits[1][1] / waits[0][1] == pytest.approx(5 / 4)
 
 
 def test_parameters_of_experts_are_stepped_by_the_ranks_that_have_them():

@@ -18,13 +18,15 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.trace import trace_module
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
-from shardwise.plan.plan import Plan, not_runnable, type_problems
+from shardwise.plan.plan import Plan, not_runnable, runnable, type_problems, unrun_types
 from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, program_names, program_table
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
+from shardwise.search.enumerate import Layout
+from shardwise.search.heuristics import min_bytes, totals_of
 from shardwise.search.search import search
 
 NODE = parse_cluster("8xH100-SXM")
@@ -154,6 +156,43 @@ def test_the_lower_bound_is_below_the_estimate(name: str, strategy: str) -> None
     assert peak_lower_bound(profile(), plan, workload) <= found.allocated * 1.001
 
 
+@pytest.mark.parametrize("name", ["shardwise", "deepspeed", "megatron", "torchtune"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_the_quick_bound_is_below_the_estimate(name: str, model: str) -> None:
+    program, known = find_program(name), profile(model)
+    workload = Workload(program=program)
+    totals = totals_of(known, workload, NODE, "bf16")
+    found = {}
+    for strategy in (
+        "ddp",
+        "zero1",
+        "zero1+tp2",
+        "zero1+pp2",
+        "zero1+cp2",
+        "zero1+ep2",
+        "fsdp+cp2",
+        "fsdp+ep4",
+        "zero2",
+    ):
+        parsed = parse_strategy(strategy)
+        if program.refuses(parsed) or (parsed.ep > 1 and not known.experts):
+            continue
+        plan = plan_of(strategy, program)
+        bytes_at_rest = estimate(known, plan, workload, NODE)
+        total = bytes_at_rest.parameters + bytes_at_rest.gradients + (bytes_at_rest.optimizer or 0)
+        found[strategy] = min_bytes(totals, Layout(parsed, strategy, plan.dims, 4, (1,))) / total
+    assert found and max(found.values()) <= 1.0, found
+    assert min(found.values()) > 0.5, found
+
+
+def test_partitions_of_deepspeed_send_each_weight_once() -> None:
+    plan, known = plan_of("zero2", find_program("deepspeed"), gradient_sync="every"), profile()
+    own = sent_bytes(known, plan)["dp"]
+    named = sent_bytes(known, plan.model_copy(update={"program": "deepspeed"}))["dp"]
+    assert named == pytest.approx((2 * 2 + 2) * known.num_trainable * 7 / 8)  # two micro batches, and the stepped ones
+    assert own == pytest.approx((2 * 2 + 2 * 2) * known.num_trainable * 7 / 8)  # FSDP2 gathers for each micro batch
+
+
 def write(path: Any, text: str) -> str:
     path.write_text(text)
     return str(path)
@@ -182,9 +221,18 @@ def test_a_users_file(tmp_path: Any) -> None:
         find_program(write(tmp_path / "x.toml", 'name = "megatron"\n'))
 
 
-def test_types_are_planned_and_not_run() -> None:
+def test_types_run_under_bare_strategies() -> None:
     plan = Plan(strategy="fsdp", precision="bf16", weights="compute", reduce="compute")
-    assert not_runnable(plan) == ("weights stored in the compute type", "gradients reduced in the compute type")
+    assert not not_runnable(plan) and runnable(plan) == plan
+    words = ("weights stored in the compute type", "gradients reduced in the compute type")
+    for change in ({"strategy": "fsdp+offload"}, {"precision": "fp16"}, {"strategy": "zero2+lora"}):
+        assert not_runnable(plan.model_copy(update=change)) == words
+        with pytest.raises(PlanError, match=" and ".join(words)):
+            runnable(plan.model_copy(update=change))
+    assert not_runnable(plan.model_copy(update={"program": "torchtune"})) == ("--program torchtune", *words)
+    masters = Plan(strategy="ddp", precision="bf16", weights="masters")
+    assert "set accumulate = 'compute'" in unrun_types(masters)[0]
+    assert not unrun_types(masters.model_copy(update={"accumulate": "compute"}))
     assert Plan(strategy="fsdp").fingerprint == Plan(strategy="fsdp", weights="fp32", program="shardwise").fingerprint
     assert plan.fingerprint != Plan(strategy="fsdp", precision="bf16").fingerprint
     wrong = Plan(precision="fp32", weights="compute", rounding="stochastic")

@@ -411,3 +411,22 @@ def test_a_loop_over_tokens_is_refused_before_it_takes_minutes(monkeypatch):
     monkeypatch.setattr(trace_operations, "MOST_OPERATIONS", 100)
     with pytest.raises(ModelError, match="more than 100 operations on one sample"):
         trace_module(Loop, seq_len=64)
+
+
+def test_grouped_products_are_traced_in_either_precision(capfd: pytest.CaptureFixture[str]) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(9, 8)
+            self.up, self.down = nn.Parameter(torch.ones(4, 8, 16)), nn.Parameter(torch.ones(4, 16, 8))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x, ends = self.embed(ids).flatten(0, 1), torch.tensor([1, 2, 3, 8], dtype=torch.int32)
+            rows = functional.grouped_mm(x, self.up, offs=ends)
+            return functional.grouped_mm(rows.relu(), self.down, offs=ends).unsqueeze(0)
+
+    wide, narrow = (trace_module(Experts, seq_len=8, precision=precision) for precision in ("fp32", "bf16"))
+    products = [[(op.m, op.k, op.n, op.experts) for unit in found.units for op in unit.ops if op.kind == "matmul"]
+                for found in (wide, narrow)]  # fmt: skip
+    assert products[0] == products[1] and [one[:3] for one in products[0]] == [(8, 8, 16), (8, 16, 8)]
+    assert "Traceback" not in capfd.readouterr().err

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from shardwise.cost.memory.estimate_memory import estimate
+from shardwise.hardware.parse_cluster import parse_cluster
+from shardwise.measure.state import local, measure_state
+from shardwise.model.architecture import architecture_from_config
+from shardwise.model.transformer import profile_of
+from shardwise.plan.dims import dims_for
+from shardwise.plan.plan import Plan
 from shardwise.plan.router_terms import RouterTerms
+from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.workload import Workload
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.contract import LIMIT
 from tests.experts import NONE, TERMS, against_one_process, batches, mixture, routers
+from tests.world.zoo.families import LENGTH
 from tests.world.zoo.families_table import quiet
 from tests.worlds import run_world
 
@@ -28,6 +39,7 @@ CASES: dict[int, list[Case]] = {
         *(("deepseek_v3", strategy, DEEPSEEK) for strategy in ("ddp+pp2", "ddp+cp2")),
         *(("deepseek_v3", strategy, {"terms": NONE, "starved": True}) for strategy in ("ddp", "fsdp", "fsdp+ep2")),
         ("mixtral", "fsdp+tp2+ep2", {**WHOLE, "sequence_parallel": False}),
+        *((name, "fsdp+ep2", DEEPSEEK) for name in ("glm4_moe", "minimax_m2", "lfm2_moe")),
         ("mixtral", "fsdp", {"grouped": True, "recompute": "full"}),
         ("mixtral", "fsdp+ep2", {"grouped": True, "recompute": "full"}),
     ],
@@ -123,3 +135,39 @@ def test_the_bias_moves_by_the_load_of_all_ranks() -> None:
     for found in ranks:
         for biases in found:  # four batches a step
             assert all(torch.equal(mine, bias) for mine, bias in zip(biases, expected, strict=True))
+
+
+FEW = {"num_local_experts": 3}
+
+
+def stored(strategies: tuple[str, ...]) -> dict[str, tuple[list[int], list[int], int]]:
+    """By strategy: this rank's bytes of weights and of optimizer state, the plan's, and its elements of experts."""
+    quiet()
+    found = {}
+    for strategy in strategies:
+        model = mixture("mixtral", dtype=torch.float32, **FEW)
+        dims = dims_for(parse_strategy(strategy), dist.get_world_size())
+        plan = Plan(strategy=strategy, dims=dims, micro_batch=2, seq_len=LENGTH)
+        architecture = architecture_from_config(model.config.to_dict())
+        assert architecture is not None
+        planned = estimate(profile_of(architecture, LENGTH), plan, Workload(), parse_cluster("4xcpu"))
+        session = start(plan, receipts=False)
+        model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0))
+        for step in session.steps([(b[0]["input_ids"], b[1]) for b in batches(dims.dp)]):
+            step.run(model, token_loss_sum)
+            step.update(optimizer)
+        state = measure_state(session.module, session.optimizer)
+        stacked = sum(local(p).numel() for n, p in session.module.named_parameters() if ".experts." in n)
+        found[strategy] = ([state.parameters, state.optimizer], [planned.parameters, planned.optimizer or 0], stacked)
+        session.close()
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_ranks_beyond_the_number_of_experts_hold_none() -> None:
+    """FSDP2 shards stacked experts with their block, along dim 0: one whole expert a rank, and none on the last."""
+    ranks = run_world(stored, 4, ("fsdp", "zero2", "ddp"), timeout_s=150)
+    for strategy, (_, planned, stacked) in ranks[0].items():
+        measured = [max(row[strategy][0][at] for row in ranks) for at in (0, 1)]
+        assert measured == planned, strategy
+        assert ranks[3][strategy][2] == (stacked if strategy == "ddp" else 0)

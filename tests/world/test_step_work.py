@@ -47,6 +47,21 @@ def by_hand() -> tuple[float, float, float]:
     return parameters, 6 * parameters * tokens + 3 * square, 6 * products * tokens + 3.5 * square
 
 
+def mixtral(implementation: str) -> nn.Module:
+    """The same with four experts instead of one product, of which a token takes two."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=64, use_cache=False,
+        tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    module: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return module
+
+
 def count(
     strategy: str, recompute: str, attention: str, grad_accum: int, compiled: bool = False
 ) -> tuple[StepWork, bool]:
@@ -59,7 +74,7 @@ def count(
     session = Session(ranks=ranks, planner=lambda *_: plan)
     probe = FlopsRecorder(axis_of)
     session.observers.append(probe)
-    model: Any = llama(attention)
+    model: Any = mixtral(attention) if attention == "grouped_mm" else llama(attention)
     model, optimizer = session.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), torch.zeros(micro, LENGTH, dtype=torch.int64)
     )
@@ -97,6 +112,16 @@ def test_flops_are_those_counted_by_hand(world: int, strategy: str, attention: s
         assert work.model_flops == pytest.approx(model, rel=5e-3)
         assert work.executed_flops == pytest.approx(executed, rel=5e-3)
         assert clean, "nothing watches every operator any more"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp+ep2"])
+def test_a_token_uses_the_experts_that_it_chose(strategy: str) -> None:
+    parameters, model, executed = by_hand()
+    tokens, expert, routers = BATCH * LENGTH, LAYERS * 3 * WIDTH * INNER, LAYERS * 4 * WIDTH
+    for work, _ in run_world(count, 2, strategy, "none", "grouped_mm", 1):
+        assert work.parameters == parameters + 3 * expert + routers
+        assert work.model_flops == pytest.approx(model + 6 * (expert + routers) * tokens, rel=1e-6)
+        assert work.executed_flops == pytest.approx(executed + 6 * (expert + routers) * tokens, rel=5e-3)
 
 
 def test_recompute_is_executed_and_not_needed() -> None:

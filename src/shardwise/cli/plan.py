@@ -18,6 +18,7 @@ from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_for import check_target, print_for
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_options import read_request, with_plan_options
+from shardwise.cli.plan_other import answer_other, is_other, with_other_options
 from shardwise.cli.plan_question import write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.report.candidates import print_candidates, print_recommendation
@@ -30,8 +31,10 @@ PIPED = 132
 
 
 @with_plan_options
+@with_other_options
 def run_plan(
     words: Mapping[str, Any],
+    other: Mapping[str, Any],
     price: Annotated[Path | None, typer.Option(help="TOML file of prices in $/h, such as A100-80GB = 1.89.")] = None,
     calibration: Calibration = None,
     prove: Annotated[bool, typer.Option("--prove", help="Dry run of the plan under fake tensors.")] = False,
@@ -57,9 +60,13 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
+    console = answer_console(as_json)
+    if is_other(words, other):
+        one_plan = {"prove": prove, "output": output, "target": target, "calibration": calibration}
+        answer_other(words, other, one_plan, price, console, as_json=as_json)
+        return
     check_target(target, str(words["model"]), as_json=as_json)
     request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
-    console = answer_console(as_json)
     for line in notes:
         console.print(line, markup=False)
     pins, costs = request.pins, corrected_costs(request.cluster, request.calibration)

@@ -21,13 +21,25 @@ HOURS_PER_MONTH = 8766 / 12  # a Julian year
 POWER_OVERHEAD = 1.3  # cooling and the server around the GPU, relative to the GPU's power
 DOLLARS_PER_KWH = 0.12
 YEARS = 3.0  # that a bought device is used
-NUMBERS = {"per_kwh": DOLLARS_PER_KWH, "used_share": 1.0, "years": YEARS}  # of a price file, beside its prices
+SAVE_MINUTES, RESTART_MINUTES = 30.0, 10.0  # of a run on spot instances; assumptions, a price file states yours
+# Of a price file, beside its prices.
+NUMBERS: dict[str, float | None] = {
+    "per_kwh": DOLLARS_PER_KWH,
+    "used_share": 1.0,
+    "years": YEARS,
+    "host_price": 0.0,
+    "interruptions_per_day": None,
+    "save_minutes": SAVE_MINUTES,
+    "restart_minutes": RESTART_MINUTES,
+}
 
 
 class Prices(BaseModel):
     """Dollars by GPU name: of one GPU's hour, on demand and as spot, and of buying one with its share of the server.
 
-    A bought GPU is used for ``years``, ``used_share`` of the time.
+    A bought GPU is used for ``years``, ``used_share`` of the time; ``host_price`` is that of a node's server where
+    the GPU's price does not include it. The last three are of spot instances: how often one is interrupted (``None`` is
+    unknown), minutes between checkpoints and to restart.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -38,6 +50,10 @@ class Prices(BaseModel):
     per_kwh: float = DOLLARS_PER_KWH
     used_share: float = 1.0
     years: float = YEARS
+    host_price: float = 0.0
+    interruptions_per_day: float | None = None
+    save_minutes: float = SAVE_MINUTES
+    restart_minutes: float = RESTART_MINUTES
 
 
 class Offer(BaseModel):
@@ -91,7 +107,7 @@ def _own(hours: float, cluster: ClusterSpec, prices: Prices) -> Offer:
     if price is None or watts is None:
         missing = "no source gives a price to buy {name} at; give one in a table [buy] of --price"
         return Offer(kind="own", dollars=None, per_device_hour=None, assumption=missing.format(name=name))
-    each = price / (prices.years * 12 * HOURS_PER_MONTH * prices.used_share) + _power(watts, prices.per_kwh)
+    each = own_device_hour(price, watts, prices, cluster.devices_per_node)
     months = break_even_months(
         price, cluster.price_per_device_hour, watts, per_kwh=prices.per_kwh, used_share=prices.used_share
     )
@@ -106,6 +122,12 @@ def _own(hours: float, cluster: ClusterSpec, prices: Prices) -> Offer:
             f"{prices.used_share:.0%} of the time in use, and power at {money_text(prices.per_kwh)}/kWh{pays}"
         ),
     )
+
+
+def own_device_hour(price: float, watts: float, prices: Prices, devices_per_node: int) -> float:
+    """Return the dollars of a used hour of a bought device: its price and its share of the server, and power."""
+    used_hours = prices.years * 12 * HOURS_PER_MONTH * prices.used_share
+    return (price + prices.host_price / devices_per_node) / used_hours + _power(watts, prices.per_kwh)
 
 
 def _power(watts: float, per_kwh: float) -> float:
@@ -156,7 +178,7 @@ def break_even_months(
 def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
     """Read a TOML file of dollars: ``A100-80GB = 1.89`` is an hour.
 
-    Optional are tables ``[spot]`` and ``[buy]``, and keys ``per_kwh``, ``used_share`` and ``years``.
+    Optional are tables ``[spot]`` and ``[buy]``, and the keys of `NUMBERS`.
 
     Raises:
         UserError: the file is missing, is not TOML, or contains a value that is not a price; all problems at once.
@@ -175,7 +197,7 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
     tables = {"": data, "spot.": spot, "buy.": buy}
     problems = [
         f"--price '{path}': {prefix}{name} is {value!r}; it must be dollars, 0 or more"
-        for prefix, table in (*tables.items(), ("", {"per_kwh": numbers["per_kwh"]}))
+        for prefix, table in (*tables.items(), ("", {key: numbers[key] for key in ("per_kwh", "host_price")}))
         for name, value in table.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf")
     ]
@@ -183,6 +205,11 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         value = numbers[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
             problems.append(f"--price '{path}': {key} is {value!r}; it must be above 0 and at most {most:g}")
+    for key in ("interruptions_per_day", "save_minutes", "restart_minutes"):
+        value = numbers[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < float("inf")):
+            problems.append(f"--price '{path}': {key} is {value!r}; it must be a number, 0 or more")
     if known and not problems:
         problems += [
             f"--price '{path}': no GPU is called '{name}'{did_you_mean(name, known)}"

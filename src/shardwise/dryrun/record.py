@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.cost.memory.allocator import CachingAllocator
 from shardwise.cost.memory.estimate import CATEGORIES
+from shardwise.distributed import exchange
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class StorageRecorder:
         self._names: dict[int, str] = {}
         self._finalizers: dict[int, Any] = {}
         self._next = 0
+        self._held: tuple[int, int] | None = None
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage`` from now on, if it is new."""
@@ -118,6 +120,23 @@ class StorageRecorder:
         self.events.append(StorageEvent(self._next, num_bytes, self._stream(), step, phase))
         self.events.append(StorageEvent(self._next, -num_bytes, self._stream(), step, phase))
         self._next += 1
+
+    def hold(self, num_bytes: int, category: str) -> None:
+        """Record ``num_bytes`` allocated until `release`."""
+        self.release()
+        self._names[self._next] = category
+        step, phase = self._phase()
+        self.events.append(StorageEvent(self._next, num_bytes, self._stream(), step, phase))
+        self._held = (self._next, num_bytes)
+        self._next += 1
+
+    def release(self) -> None:
+        """Record that what is held is freed."""
+        if self._held is not None:
+            number, num_bytes = self._held
+            step, phase = self._phase()
+            self.events.append(StorageEvent(number, -num_bytes, self._stream(), step, phase))
+            self._held = None
 
     def mark(self) -> None:
         """Record the start of a phase, even if it allocates nothing."""
@@ -216,8 +235,8 @@ def recording(recorder: StorageRecorder, *, gloo: bool, on_cpu: bool) -> Iterato
 
     Enter it inside the fake mode. ``on_cpu`` counts tensors in host memory: the random state that recompute stores per
     block. With ``gloo``, the buffers of gloo's collectives are counted: reduce_scatter reduces a copy of its input,
-    all_gather gathers into a flat copy of its output (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Gloo's own
-    thread frees one of them, at times a little later.
+    all_gather gathers into a flat copy of its output, which lives until somebody waits for it
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp). Gloo's thread frees them, at times earlier or later.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -288,13 +307,18 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bool) -> None:
     recorder.mark()
     name = func._overloadpacket.__name__
-    if func.namespace in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
-        field, position = _COLLECTIVES[name]
+    sums = name == "alltoall_base_" and exchange.reduces()
+    if func.namespace in ("c10d", "_c10d_functional") and (name in _COLLECTIVES or sums):
+        field, position = ("reduce_scatter", 1) if sums else _COLLECTIVES[name]
         size = sum(t.numel() * t.element_size() for t in tensors_of(args[position]))
         step, phase = recorder._phase()
         recorder.sent.append(Sent(field, size, step, phase))
-        if gloo and field in ("reduce_scatter", "all_gather"):
+        if gloo and field == "all_gather" and size:
+            recorder.hold(size, "buffers")
+        elif gloo and field == "reduce_scatter" and not sums:
             recorder.moment(size, "buffers")
+    elif name == "split_with_sizes_copy":  # FSDP2 has waited for a gather
+        recorder.release()
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":
             recorder.see(tensor.untyped_storage())
@@ -420,6 +444,8 @@ def answer_reductions(outer: torch.nn.Module) -> None:
     from torch._C._distributed_c10d import GradBucket
     from torch.nn.parallel import DistributedDataParallel
 
+    from shardwise.parallel.data_parallel.ddp import Replicated
+
     def hook(state: object, bucket: Any) -> Any:
         buffer = bucket.buffer()
         dist.all_reduce(buffer)
@@ -427,9 +453,12 @@ def answer_reductions(outer: torch.nn.Module) -> None:
         done.set_result(buffer)
         return done
 
-    if isinstance(outer, DistributedDataParallel):
+    if isinstance(outer, Replicated) and outer.reduction is not None:
+        outer.reduction.waits = True
+    elif isinstance(outer, DistributedDataParallel):
         hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
         outer.register_comm_hook(None, hook)
+    if isinstance(outer, DistributedDataParallel):
         blocks: Any = outer
         blocks.reducer = _FixedBuckets(outer.reducer)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.distributed import exchange
 from shardwise.model.read import dtype_name
 
 # c10d operator → (its field name, the argument with the full tensor)
@@ -96,6 +97,8 @@ class CollectiveRecorder(TorchDispatchMode):
         if func.namespace == "c10d":
             own = _OWN_OPERATORS if self._axes is not None else {}
             field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
+            if name == "alltoall_base_" and exchange.reduces():
+                field, position = "reduce_scatter", 1
             if field:
                 self._note(field, _tensors(args[position]), lambda: _group_of(args), 1)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:

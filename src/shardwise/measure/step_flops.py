@@ -26,6 +26,8 @@ TRIES = 3
 _PHASES = ("forward", "backward", "clip", "optimizer")
 _BACKWARD_OF_FORWARD = 2.5
 """A flash attention's backward has five products where its forward has two (Dao et al., arXiv 2205.14135)."""
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward")
+"""Products of rows with the weights of their experts, which torch's counter does not know."""
 
 
 class WorkRecorder(CollectiveRecorder):
@@ -54,6 +56,8 @@ class WorkRecorder(CollectiveRecorder):
         elif packet in flop_registry:
             args, kwargs, result = _pytree.tree_map_only(DTensor, _local, (args, kwargs, result))
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet._qualified_op_name in _GROUPED:
+            flops = _grouped_product(args, result)
         elif packet._qualified_op_name == "bitsandbytes::gemm_4bit":
             flops = _packed_product(args)
         else:
@@ -72,6 +76,12 @@ class WorkRecorder(CollectiveRecorder):
 
 def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local()
+
+
+def _grouped_product(args: Any, result: Any) -> float:
+    """Count a grouped product: each row with one group's matrix; both gradients of transformers' fallback at once."""
+    rows, matrices = args[0], args[1]
+    return 2.0 * rows.numel() * matrices.shape[-1] * (len(result) if isinstance(result, tuple) else 1)
 
 
 def _packed_product(args: Any) -> float:
@@ -164,13 +174,14 @@ def _step_work(
     session: Session, tokens: int | None, square: float, total: float, forward: float, recorder: WorkRecorder | None
 ) -> StepWork:
     parameters, frozen = _parameters(session)
+    idle = unused_parameters(session)
     unknown: dict[str, str] = {}
     traffic = None if recorder is None else _traffic(session, recorder.collectives)
     if session.plan.compile and session.plan.dims.splits_model:
         traffic, unknown["traffic"] = None, "compiled blocks send what torch's dispatcher does not see"
     model: float | None = (3.0 - frozen / max(1, parameters)) * forward
     if tokens:
-        model = (6.0 * parameters - 2.0 * frozen) * tokens + 3.0 * square
+        model = (6.0 * (parameters - idle) - 2.0 * max(0.0, frozen - idle)) * tokens + 3.0 * square
     executed: float | None = total
     if session.plan.compile:
         unknown["executed FLOPs"] = "compiled blocks run products that torch's dispatcher does not see"
@@ -200,6 +211,19 @@ def _parameters(session: Session) -> tuple[int, int]:
         return spec.num_parameters, 0
     parameters = adapters.dequantized(spec)
     return parameters, parameters - spec.num_trainable
+
+
+def unused_parameters(session: Session) -> float:
+    """Count the weights of experts that a token does not use, by the choices of the last step."""
+    routing = session.routing
+    if not routing.layers or not routing.counts.numel():
+        return 0.0
+    sizes = {p.name: p.num_elements for p in session.spec.parameters}
+    chosen = (routing.counts.sum(-1) / routing.tokens.clamp_min(1.0)).tolist()
+    return sum(
+        sum(sizes.get(name, 0) for name in layer.parameters) * (1.0 - each / layer.num_experts)
+        for layer, each in zip(routing.layers, chosen, strict=True)
+    )
 
 
 def _attention_square(session: Session, recorder: WorkRecorder) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from shardwise.model.mixture import (
     MIXTURES,
     LatentAttention,
     Mixture,
+    configuration_notes,
     latent_parameters,
     mixture_facts,
     mixture_parameters,
@@ -380,7 +381,7 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
     facts |= {"max_seq_len": get("positions"), "tied": bool(get("tied"))}
     windowed = family in _WINDOWED or (family in _WINDOWED_IF_USED and bool(config.get("use_sliding_window")))
     facts |= {"sliding_window": get("sliding_window") if windowed else None} | traits(get)
-    facts |= {"name": name or family, "family": family, "source": source}
+    facts |= {"name": name or family, "family": family, "source": source, "notes": tuple(configuration_notes(config))}
     if family in MIXTURES:
         facts |= mixture_facts(family, config, facts["layers"], facts["ffn"], name or family)
     return _checked(facts)

@@ -19,6 +19,7 @@ from shardwise.model.architecture import Architecture, architecture_from_config
 from shardwise.model.catalogue import find_architecture, find_convnet, unknown_model_message
 from shardwise.model.configuration import read_configuration
 from shardwise.model.convnet import CONVNETS, convnet_profile
+from shardwise.model.mixture import configuration_notes
 from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import IMAGE_FAMILIES, PATCH, profile_of
 
@@ -88,7 +89,8 @@ def _from_config(path: Path, seq_len: int | None, image: int | None, compiled: b
     architecture = architecture_from_config(keys, name)
     if architecture is not None and not traced:
         return replace(profile_of(_sized(architecture, image), seq_len, compiled=compiled), origin="config")
-    return replace(_from_transformers(path, file, keys, name, seq_len, image), origin="config")
+    found = _from_transformers(path, file, keys, name, seq_len, image)
+    return replace(found, origin="config", unknown=(*found.unknown, *configuration_notes(keys)))
 
 
 def _from_transformers(

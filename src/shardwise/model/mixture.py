@@ -186,7 +186,6 @@ def mixture_facts(
         facts["latent"] = _latent(_LATENT | dict(config), problems, name)
     if problems:
         raise ModelError(*problems)
-    facts["notes"] = tuple(_ignored(config))
     facts["mixture"] = Mixture(
         experts=experts,
         per_token=per_token,
@@ -200,8 +199,8 @@ def mixture_facts(
     return facts
 
 
-def _ignored(config: Mapping[str, object]) -> Iterator[str]:
-    """Say what a configuration states and transformers' module does not build."""
+def configuration_notes(config: Mapping[str, object]) -> Iterator[str]:
+    """Say what a configuration states and transformers' module does not build, or training does not keep."""
     extra = next(
         (n for key in ("num_nextn_predict_layers", "num_mtp_layers") if isinstance(n := config.get(key), int)), 0
     )
@@ -210,6 +209,10 @@ def _ignored(config: Mapping[str, object]) -> Iterator[str]:
     every = config.get("moe_layer_freq")
     if isinstance(every, int) and every != 1:
         yield f"moe_layer_freq {every} has no effect in transformers, and has none here"
+    stored = config.get("quantization_config")
+    kind = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if kind is not None:
+        yield f"the checkpoint is stored in {kind!s:.40}; its weights are counted in the plan's types, dequantized"
 
 
 def _listed(key: str, found: Mapping[str, object], problems: list[str], name: str) -> set[int] | None:

@@ -28,6 +28,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import ModelError
+from shardwise.model.grouped_products import GroupedProducts
 from shardwise.model.operations import cross_entropy, mark_selective
 from shardwise.model.profile import ModelProfile, Op, Unit, UnitKind, Weight
 from shardwise.model.read import clean_name, find_blocks
@@ -218,6 +219,7 @@ def _traced(run: _Run, compute: torch.dtype, notes: tuple[str, ...] = (), *, aut
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
+        GroupedProducts(),
         _fake_state(module, stored) as (own, trainable, buffers),
     ):
         warnings.simplefilter("ignore")

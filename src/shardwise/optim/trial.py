@@ -30,6 +30,7 @@ from shardwise.distributed.local_tensor import local_of
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.model.read import clean_name
+from shardwise.optim.low_precision import LowPrecisionAdamW
 from shardwise.plan.optimizers import declared, loaded_class
 from shardwise.plan.plan import Plan
 
@@ -49,7 +50,7 @@ Muon computes in bfloat16, and some optimizers draw random numbers.
 _optim = torch.optim
 _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.ASGD),
-    *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam),
+    *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam, LowPrecisionAdamW),
 )
 _FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
 _OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")

@@ -1,7 +1,7 @@
 """Apply a plan to a live module: every step, in order, on this page.
 
-check → adapters → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel → loss chunks →
-activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
+check → adapters → types at rest → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel →
+loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -9,6 +9,7 @@ The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DD
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
 from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
-from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, shard_unit
+from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, overlap_over_gloo, shard_unit
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
@@ -37,13 +38,14 @@ from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters
 from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.pipeline_parallel.schedule import Pipeline, Stages, make_pipeline, split_stages
-from shardwise.parallel.precision import apply_autocast
+from shardwise.parallel.precision import apply_autocast, store_low
 from shardwise.parallel.split_parameters import SplitParameters
 from shardwise.parallel.tensor_parallel.parallelize import apply_tensor
 from shardwise.parallel.unsupported_tensors import check_tensors
 from shardwise.plan.plan import Plan
 
 _MARK = "_shardwise_prepared"
+Replaced = Callable[[Optimizer, Plan, dict[int, str]], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         raise ModelError("this model was prepared by an earlier session; rebuild it, or continue with that session")
     check_tensors(module, plan)
     adapters = _adapters(module, plan)
+    store_low(module, plan)
     spec = read_model(module)
     spec = spec if adapters is None else quantized_spec(spec, adapters.packed)
     check_model(spec, plan)
@@ -172,8 +175,10 @@ def _place_stages(
         if wraps:
             shard_unit(stage, plan, meshes.data, is_root=True, is_last_stage=stages.is_last(stage))
             own = stages.blocks_of(stage)
-            gather_ahead(stage, [blocks[name] for name in spec.blocks if name in own], plan.prefetch)
+            units = [blocks[name] for name in spec.blocks if name in own]
+            gather_ahead(stage, units, plan.prefetch)
             keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
+            overlap_over_gloo(stage, units, plan, meshes.data)
         else:
             apply_autocast(stage, plan)
     parameters.note_ownership(stages, plan)
@@ -227,12 +232,15 @@ def apply_batch_norm(module: nn.Module, spec: ModelSpec, plan: Plan) -> tuple[nn
     )
 
 
-def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan) -> Optimizer:
+def apply_to_optimizer(
+    optimizer: Optimizer, names: dict[int, str], applied: Applied, plan: Plan, replaced: Replaced | None = None
+) -> Optimizer:
     """Point ``optimizer`` at the parameters that ``apply`` created.
 
     Shard its state for ``zero1``.
 
-    ``names`` maps the id of each parameter before `apply` to its name.
+    ``names`` maps the id of each parameter before `apply` to its name. ``replaced`` gives what steps in the optimizer's
+    place, before its state is sharded, by the names of its new parameters.
 
     Raises:
         ModelError: the optimizer has stepped already, or has parameters that are not the model's.
@@ -266,6 +274,8 @@ def apply_to_optimizer(optimizer: Optimizer, names: dict[int, str], applied: App
         begin = optimizer.defaults["initial_accumulator_value"]
         groups = [{**group} for group in optimizer.param_groups]
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
+    if replaced is not None:
+        optimizer = replaced(optimizer, plan, {id(p): name for name, p in live.items()})
     return shard_optimizer(optimizer) if shards_state else optimizer
 
 

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.parallel.ownership import StageOwnership
 
+_LOW = (torch.bfloat16, torch.float16)
+
 
 def finish_partial(parameters: Iterable[nn.Parameter]) -> None:
     """Sum gradients that are partial over tensor-parallel ranks, unless FSDP2 reduces them.
@@ -66,11 +68,25 @@ def global_norm(
             mine.append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     if mine:
-        norms = torch.stack(torch._foreach_norm(mine, 2.0))  # stacked: hundreds of numbers would be as many copies
+        norms = torch.stack(norms_of(mine))  # stacked: hundreds of numbers would be as many copies
         total += norms.to(total.device, torch.float64).square().sum()
     with COMM_TIMER.part("control"):
         dist.all_reduce(total)
     return total.sqrt()
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Compute the 2-norm of each tensor, those of 16 bits in fp32: a norm of eight bits would clip wrongly."""
+    low = all(tensor.dtype in _LOW for tensor in tensors)
+    return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32 if low else None))
+
+
+def full_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Compute the 2-norm of full gradients, 0-d."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if any(gradient.dtype in _LOW for gradient in gradients):
+        return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms_of(gradients)]))
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Tensor) -> None:
@@ -81,4 +97,5 @@ def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Ten
     for tensor in local:
         groups.setdefault(tensor.dtype, []).append(tensor)
     for dtype, tensors in groups.items():
-        torch._foreach_mul_(tensors, factor.to(tensors[0].device, dtype))
+        factor = factor.to(tensors[0].device, torch.float32 if dtype in _LOW else dtype)
+        torch._foreach_mul_(tensors, factor)

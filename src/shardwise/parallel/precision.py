@@ -1,9 +1,10 @@
-"""Precision: weights, gradients and their reduction stay fp32.
+"""Precision: weights, gradients and their reduction stay fp32, unless the plan says otherwise.
 
-Only compute has low precision.
+Only compute has low precision. Replicated parameters compute under autocast, sharded ones under FSDP2's mixed-precision
+policy. Outputs are cast to fp32 either way, so that a loss is never summed in 16 bits.
 
-Replicated parameters compute under autocast, sharded ones under FSDP2's mixed-precision policy. Outputs are cast to
-fp32 either way, so that a loss is never summed in 16 bits.
+Weights of a plan with ``weights = "compute"`` or ``"masters"`` rest in bf16. Then no autocast is needed: inputs are
+cast, as FSDP2 casts them, and what a model wants in fp32 it casts itself.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree
 
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import stores_low
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision_policy(plan: Plan, *, is_root: bool) -> MixedPrecisionPolicy:
-    """Build FSDP2's policy: cast parameters after gathering, reduce gradients in fp32.
+    """Build FSDP2's policy: cast parameters after gathering, reduce gradients in the plan's type.
 
     Only the root casts outputs back: between blocks they keep the compute dtype.
     """
@@ -30,27 +32,39 @@ def mixed_precision_policy(plan: Plan, *, is_root: bool) -> MixedPrecisionPolicy
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.precision],
-        reduce_dtype=torch.float32,
+        reduce_dtype=torch.float32 if plan.reduce == "fp32" else DTYPES[plan.precision],
         output_dtype=torch.float32 if is_root else None,
     )
 
 
 def apply_autocast(module: nn.Module, plan: Plan) -> None:
-    """Make ``module`` compute in the plan's dtype with its fp32 weights. In place.
+    """Make ``module`` compute in the plan's dtype, whatever its weights have. In place.
 
     Does nothing for fp32.
     """
     if plan.precision == "fp32":
         return
-    inner, dtype = module.forward, DTYPES[plan.precision]
+    inner, dtype, low = module.forward, DTYPES[plan.precision], stores_low(plan)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(plan.device, dtype=dtype):
+        if low:
+            args, kwargs = _pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+        with torch.autocast(plan.device, dtype=dtype, enabled=not low):
             outputs = inner(*args, **kwargs)
         return _pytree.tree_map_only(torch.Tensor, _to_fp32, outputs)
 
     module.forward = forward
+
+
+def store_low(module: nn.Module, plan: Plan) -> None:
+    """Cast parameters to the type in which the plan stores them, in place; buffers keep theirs."""
+    for parameter in module.parameters() if stores_low(plan) else ():
+        if parameter.dtype in (torch.float32, torch.float64):
+            parameter.data = parameter.data.to(DTYPES[plan.precision])
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:

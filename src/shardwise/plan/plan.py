@@ -24,7 +24,7 @@ from shardwise.plan.parallel_options import (
     without_effect,
 )
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
-from shardwise.plan.tensor_types import WEIGHT_WORDS, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import BARE_STRATEGIES, WEIGHT_WORDS, GradientType, Rounding, WeightType
 from shardwise.units import counted
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
@@ -45,8 +45,8 @@ class Plan(StepOptions, ParallelOptions):
     declare the options. ``stage_blocks`` is the number of blocks of each pipeline stage: the search and `prepare` write
     it, the split and the receipt read it. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of
     the fingerprint. Under ``objective`` dpo a sample is a pair of sequences. ``weights``, ``accumulate`` and ``reduce``
-    are types of tensors beside the compute type (`plan.tensor_types`); other than the defaults they are planned, not
-    run. ``program`` is the one whose costs were predicted (`plan.program`).
+    are types of tensors beside the compute type (`plan.tensor_types`); `unrun_types` tells which are only planned.
+    ``program`` is the one whose costs were predicted (`plan.program`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,11 +145,11 @@ class Plan(StepOptions, ParallelOptions):
 TYPE_DEFAULTS: dict[str, str] = {
     name: Plan.model_fields[name].default for name in ("weights", "accumulate", "reduce", "rounding", "program")
 }
-"""Fields newer than the first plans that this version does not run at another value."""
+"""Fields newer than the first plans, which most plans do not change."""
 
 
 def type_words(plan: Plan) -> list[str]:
-    """Return what of a plan's types and program this version only plans."""
+    """Return the types of a plan, and its program, that are not the defaults."""
     words = [f"--program {plan.program}"] if plan.program != TYPE_DEFAULTS["program"] else []
     words += [WEIGHT_WORDS[plan.weights]] if plan.weights != "fp32" else []
     words += ["gradients accumulated in the compute type"] if plan.accumulate != "fp32" else []
@@ -178,6 +178,29 @@ def type_problems(plan: Plan) -> list[str]:
     if plan.accumulate != "fp32" and plan.weights != "masters":
         found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
     return found
+
+
+def unrun_types(plan: Plan) -> list[str]:
+    """Return why this version does not run the types of a plan, each with a fix; empty if it does."""
+    words, strategy = type_words(plan), plan.parsed
+    if not words:
+        return []
+    shown = " and ".join(words)
+    if plan.program != TYPE_DEFAULTS["program"]:
+        return [f"{shown}: can be planned but is not run by this version; make a plan without it"]
+    if plan.precision != "bf16":
+        return [f"{shown}: runs in bf16, and precision is {plan.precision}; set precision to bf16, or leave it out"]
+    if str(strategy) not in BARE_STRATEGIES:
+        able = ", ".join(BARE_STRATEGIES)
+        return [f"{shown}: runs under {able}, and is only planned for {strategy}; name one of them, or leave it out"]
+    if plan.weights == "masters" and plan.accumulate == "fp32" and not strategy.shards_parameters:
+        return [
+            f"weights = 'masters' under {strategy}: DDP's buckets have the weights' type, so fp32 gradients are not "
+            "accumulated; set accumulate = 'compute', or name zero2, fsdp or hsdp"
+        ]
+    if plan.optimizer_in_backward:
+        return [f"{shown}: is not run with optimizer_in_backward; leave one of them out"]
+    return []
 
 
 def read_plan(path: Path) -> Plan:
@@ -221,8 +244,8 @@ def runnable(plan: Plan) -> Plan:
         raise PlanError(*problems)
     if plan.precision == "fp8":
         raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
-    if words := type_words(plan):
-        raise PlanError(f"{' and '.join(words)}: can be planned but is not run by this version; make a plan without it")
+    if problems := unrun_types(plan):
+        raise PlanError(*problems)
     if run_by := RUN_BY[plan.objective]:
         raise PlanError(
             f"objective {plan.objective} can be planned but is not run by this version; {run_by}: make a plan without "
@@ -233,7 +256,8 @@ def runnable(plan: Plan) -> Plan:
 
 def not_runnable(plan: Plan) -> tuple[str, ...]:
     """Return what of ``plan`` this version only plans; empty if it runs."""
-    words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else []), *type_words(plan)]
+    words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
+    words += type_words(plan) if unrun_types(plan) else []
     words += [f"objective {plan.objective} ({run_by})"] if (run_by := RUN_BY[plan.objective]) else []
     engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
     return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))

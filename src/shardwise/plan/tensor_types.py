@@ -14,3 +14,6 @@ WEIGHT_WORDS: dict[str, str] = {
     "compute": "weights stored in the compute type",
     "masters": "weights in the compute type beside fp32 masters",
 }
+
+BARE_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+"""Strategies under which `train` runs other types than the defaults."""

@@ -13,11 +13,13 @@ from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import find_program, program_table
 from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
 DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
+REPEATED_DISPATCHES = 2  # once more with recompute: results are weighed where they come back, so both run again
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
 
@@ -82,7 +84,9 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     trained = (profile.num_trainable - spread[1]) / model_ways
     gradients = trained * reduced
     found: dict[str, float] = {}
-    if moved.ranks > 1:
+    if moved.ranks > 1 and _partitions(plan):
+        found["dp"] = (moved.reduces * gradients + trained * stepped) * (moved.ranks - 1) / moved.ranks
+    elif moved.ranks > 1:
         weights = _gathered(profile, narrow, experts=dims.ep == 1) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * trained * stepped
@@ -101,6 +105,12 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if dims.pp > 1:
         found["pp"] = accum * 2 * activation / dims.tp
     return found
+
+
+def _partitions(plan: Plan) -> bool:
+    """Return whether the plan is DeepSpeed's ZeRO-2: full weights, gathered once as they are stepped."""
+    known = plan.program in program_table()
+    return plan.parsed.base == "zero2" and known and find_program(plan.program).zero == "deepspeed"
 
 
 def _reduced_bytes(plan: Plan, narrow: float) -> float:
@@ -140,8 +150,8 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     firsts = (
         (next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units
     )
-    again = DISPATCHES + (plan.recompute != "none")
-    return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * again
+    exchanges = DISPATCHES + (REPEATED_DISPATCHES if plan.recompute != "none" else 0)
+    return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 
 def _gathered(profile: ModelProfile, narrow: float, *, experts: bool = True) -> float:

@@ -22,6 +22,7 @@ from shardwise.parallel.apply import parameter_names
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import gradient_dtype, reduced_dtype, stored_dtype, stores_low
 from shardwise.receipts.expected_experts import expert_names, expert_shape
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
@@ -29,6 +30,7 @@ from shardwise.receipts.lines.expert_lines import ExpertLines
 from shardwise.receipts.lines.lora_lines import adapter_lines
 from shardwise.receipts.lines.optimizer_lines import state_lines, stepping_lines
 from shardwise.receipts.lines.option_lines import compute_line, option_lines
+from shardwise.receipts.lines.rounding_lines import RoundingLines
 from shardwise.receipts.lines.sample_lines import digest, sample_lines
 from shardwise.receipts.lines.structure_lines import offload_lines, replica_lines, structure_lines, tied_lines
 from shardwise.receipts.lines.traffic_lines import is_reduction, traffic_lines
@@ -84,10 +86,12 @@ class EffectsRecorder:
         self._experts: ExpertLines | None = None
 
     def on_prepared(self, session: Session) -> None:
-        """Add the lines of layers of experts."""
+        """Add the lines of layers of experts, and of weights in bf16."""
         if session.routing.layers and session.applied.engine is None:
             self._experts = ExpertLines(session.routing)
             self.more.append(self._experts)
+        if stores_low(session.plan) and session.plan.weights == "compute":
+            self.more.append(RoundingLines())
 
     def on_step_start(self, session: Session, step: Step) -> None:
         """Start recording in the observed step; if fp16's scaler skips it, observe the next one."""
@@ -203,19 +207,19 @@ def _batch_lines(session: Session, step: Step) -> Iterator[Line]:
 
 def _dtype_lines(session: Session, recorder: StepRecorder) -> Iterator[Line]:
     plan, spec, module, calls = session.plan, used_spec(session), session.module, recorder.recorder
-    own = ", ".join(sorted({p.dtype for p in spec.parameters}))
-    trained = ", ".join(sorted({p.dtype for p in spec.parameters if p.trainable}))
+    own = ", ".join(sorted({stored_dtype(plan, p.dtype) for p in spec.parameters}))
+    trained = ", ".join(sorted({gradient_dtype(plan, p.dtype) for p in spec.parameters if p.trainable}))
     yield _same("parameter dtype", own, state.dtypes(_planned(session)))
     if calls.matmul_dtypes:
         lower = _COMPUTE.get(plan.precision)
         narrow = {lower} if lower else _computed(plan, spec, calls.matmul_dtypes)
-        casts = plan.precision == "fp32" or plan.parsed.shards_parameters
+        casts = plan.precision == "fp32" or plan.parsed.shards_parameters or stores_low(plan)
         yield compute_line(narrow, calls, casts_weights=casts)
     early, late = recorder.optimizer.gradient_dtypes, state.dtypes(state.gradients(module))
     yield _same("gradient dtype", trained, ", ".join(sorted(early)) if plan.optimizer_in_backward else late)
     reducing = {item.dtype for item in calls.collectives if is_reduction(session, item)}
     if plan.dims.dp * plan.dims.cp > 1:
-        sent = {_AS_REAL.get(p.dtype, p.dtype) for p in spec.parameters if p.trainable}
+        sent = {_AS_REAL.get(p.dtype, reduced_dtype(plan, p.dtype)) for p in spec.parameters if p.trainable}
         sent |= {"int32"} if plan.marks_used_parameters else set()
         yield _same("reduction dtype", ", ".join(sorted(sent)), ", ".join(sorted(reducing)) or "none")
 

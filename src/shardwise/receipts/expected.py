@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import bytes_of, reduced_dtype
 from shardwise.plan.traffic import data_traffic
 
 Range = tuple[int, int]
@@ -68,12 +69,14 @@ def expected_traffic(
         return {}
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
         return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, calls or {}, once=once)
-    reduced = sum(p.num_elements * p.itemsize for p in spec.parameters if p.trainable)
+    trained = [p for p in spec.parameters if p.trainable]
+    reduced = sum(p.num_elements * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
+    stepped = sum(p.num_elements * p.itemsize for p in trained)
     number = sum(p.trainable for p in spec.parameters)
     used = _MARK_BYTES * number if plan.marks_used_parameters else 0
     traffic = {"all_reduce": Traffic(None, (reduced + used, reduced + used))}
     if plan.parsed.base == "zero1":
-        traffic["broadcast"] = Traffic((number, number), (reduced, reduced))
+        traffic["broadcast"] = Traffic((number, number), (stepped, stepped))
     return traffic
 
 
@@ -104,7 +107,7 @@ def _sharded_traffic(
         block = unit[0].block
         trained = [p for p in unit if p.trainable]
         size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
-        full = sum(padded_elements(p, ranks) * p.itemsize for p in trained)
+        full = sum(padded_elements(p, ranks) * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
         again = regathers and not once and block is not None
         uses = 1 if once else micros
         ran = calls.get(block, UnitCalls(uses, 1))

@@ -184,7 +184,10 @@ class PlanDocument(Facts):
     other_trainings: list[str] = Field(
         description="cheaper ones, where the recommended plan offloads or cuts the model"
     )
-    notes: list[str] = Field(description="what was not given and filled in, and what was given without effect")
+    notes: list[str] = Field(
+        description="what was not given and filled in, what was given without effect, and what of the model is "
+        "counted otherwise or left out"
+    )
     proof: dict[str, Any] | None = Field(default=None, description="what --prove found")
 
 
@@ -203,12 +206,12 @@ def document(
     notes: Sequence[str] = (),
     prices: Prices | None = None,
 ) -> PlanDocument:
-    """Build the document; ``notes`` are defaults that were used and options without effect."""
+    """Build the document; ``notes`` are defaults that were used and options without effect, beside the model's own."""
     precision = result.candidates[0].plan.precision if result.candidates else None
     chosen = None if result.recommended is None else result.candidates[result.recommended]
     return PlanDocument(
-        model=_model(profile),
-        cluster=_cluster(cluster),
+        model=model_facts(profile),
+        cluster=cluster_facts(cluster),
         workload=WorkloadFacts(
             precision=precision,
             **workload.model_dump(
@@ -233,12 +236,13 @@ def document(
         recommendation=chosen.plan.reason if chosen else None,
         advice=list(result.advice),
         other_trainings=list(result.other_trainings),
-        notes=list(notes),
+        notes=[*dict.fromkeys((*notes, *profile.unknown))],
         proof=proof,
     )
 
 
-def _model(profile: ModelProfile) -> ModelFacts:
+def model_facts(profile: ModelProfile) -> ModelFacts:
+    """Return a model's facts."""
     return ModelFacts(
         name=profile.name,
         origin=profile.origin,
@@ -258,7 +262,8 @@ def _model(profile: ModelProfile) -> ModelFacts:
     )
 
 
-def _cluster(cluster: ClusterSpec) -> ClusterFacts:
+def cluster_facts(cluster: ClusterSpec) -> ClusterFacts:
+    """Return a cluster's facts."""
     return ClusterFacts(
         **cluster.model_dump(
             include={

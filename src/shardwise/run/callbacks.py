@@ -21,6 +21,7 @@ from shardwise.measure.step_flops import FlopsRecorder
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
 from shardwise.measure.utilisation import Utilisation, utilisation
+from shardwise.receipts.changed_types import DtypeRecorder
 from shardwise.receipts.drift import DriftRecorder
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.expected_part import axis_of
@@ -62,6 +63,7 @@ class RunRecorder:
         session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
         self.drift = DriftRecorder.attach(session)
         self.lost_gradients = LostGradients.attach(session)
+        self.dtypes = DtypeRecorder.attach(session)
         self.attribution = Attribution.attach(session)
         self.attribution.disturbed = self.trace.disturbs
         session.timekeeper = self.attribution

@@ -53,6 +53,7 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
     named = config.parallel.strategy
     given = {
         **{key: (attrgetter(key)(config), getattr(plan, name)) for name, key in CONFIG_KEYS.items()},
+        **{f"parallel.{name}": (value, getattr(plan, name)) for name, value in config.parallel.types.items()},
         "parallel.strategy": (named if named == "auto" else str(parse_strategy(named)), str(plan.parsed)),
         "parallel.precision": (config.parallel.precision, plan.precision),
         "parallel.recompute": (config.parallel.recompute, plan.recompute),
@@ -77,6 +78,9 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
             "the plan steps the optimizer in the backward, before the norm of all gradients is known, and "
             f'optimizer.clip_norm is {config.optimizer.clip_norm:g}; set optimizer.clip_norm="none" or make a new plan'
         )
+    stored = config.parallel.model_copy(update={name: getattr(plan, name) for name in config.parallel.types})
+    optimizer = config.optimizer.name if config.optimizer.factory is None else None
+    problems += stored.stored_problems(optimizer, config.train.ema_decay)
     if plan.seq_len not in (None, config.data.seq_len):
         problems.append(
             f"the plan is for samples of {plan.seq_len} tokens, but data.seq_len is {config.data.seq_len}; "

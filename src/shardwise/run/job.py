@@ -203,6 +203,7 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
         optimizer_in_backward=config.optimizer.in_backward,
         device=cluster.device,
         adapter=None if adapter_of(config) == "none" else config.lora.options,
+        **parallel.types,
     )
 
 

@@ -70,6 +70,7 @@ class LoopRecorder(HostRecorder):
             loss=self._last,
             learning_rate=session.optimizer.param_groups[0]["lr"],
             grad_norm=result.grad_norm,
+            **session.routing.log_fields(),
             tokens=self._tokens,
             step_time_s=seconds / steps,
             tokens_per_s=self._tokens_since / seconds,

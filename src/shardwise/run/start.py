@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.distributed.process_group import Ranks, join, leave_at_exit, prepared_by_main
 from shardwise.environment import record_collectives, visible_devices
-from shardwise.errors import ModelError, PlanError
+from shardwise.errors import ModelError, PlanError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.model.profile import ModelProfile
@@ -24,8 +24,18 @@ from shardwise.model.trace import trace_module
 from shardwise.parallel.apply import parameter_names
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import ParallelOptions, without_effect
-from shardwise.plan.plan import Plan, Recompute, RunPrecision, plan_problems, read_plan, runnable
+from shardwise.plan.plan import (
+    Plan,
+    Recompute,
+    RunPrecision,
+    plan_problems,
+    read_plan,
+    runnable,
+    type_problems,
+    unrun_types,
+)
 from shardwise.plan.strategy import alias_note, runnable_strategy
+from shardwise.plan.tensor_types import BARE_STRATEGIES
 from shardwise.plan.workload import Workload
 from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
 from shardwise.search.candidate import Pins
@@ -41,6 +51,7 @@ def start(
     grad_accum: int = 1,
     precision: RunPrecision = "fp32",
     recompute: Recompute = "none",
+    types: Mapping[str, str] | None = None,
     lora: AdapterOptions | None = None,
     options: Mapping[str, Any] | None = None,
     device: str = "auto",
@@ -57,8 +68,11 @@ def start(
         plan: a strategy (``"fsdp"``, ...), a `Plan`, the path of a plan file, or ``"auto"``: the planner's choice among
             strategies that any loop runs, for batches like the sample that ``session.prepare`` gets.
         grad_accum: micro batches per optimizer step on one rank; this and the next two are the plan's if one is given.
-        precision: compute dtype; weights, gradients and their reduction stay fp32.
+        precision: compute dtype; weights, gradients and their reduction stay fp32 without ``types``.
         recompute: activation checkpointing of the repeated blocks.
+        types: of a named strategy under bf16: ``weights`` (``fp32``, ``compute``, ``masters``), ``accumulate`` and
+            ``reduce`` (``fp32``, ``compute``), ``rounding`` (``nearest``, ``stochastic``, ``kahan``). A plan has its
+            own.
         lora: the adapters of a strategy with ``+lora`` or ``+qlora``; default: rank 16 on all linear layers
             of the blocks. A plan has its own.
         options: options of a named strategy by the names of `ParallelOptions`, such as ``compile`` and ``prefetch``,
@@ -80,7 +94,7 @@ def start(
         adapter = runnable_strategy(plan).adapter
     if isinstance(plan, str) and lora is not None and adapter == "none":
         raise PlanError(f"start('{plan}', lora=...): name a strategy with +lora or +qlora, such as 'fsdp+lora'")
-    chosen = _checked_options(options, plan)
+    chosen = _checked_options(options, plan) | _checked_types(types, plan, precision)
     if isinstance(plan, Plan):
         runnable(plan)
         given = {"grad_accum": (grad_accum, 1), "precision": (precision, "fp32"), "recompute": (recompute, "none")}
@@ -127,6 +141,7 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
     explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
     effects = None
     if receipts:
+        from shardwise.receipts.changed_types import DtypeRecorder
         from shardwise.receipts.drift import DriftRecorder
         from shardwise.receipts.effects import EffectsRecorder
         from shardwise.receipts.lost_gradients import LostGradients
@@ -136,6 +151,7 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
         session.observers.append(effects)
         DriftRecorder.attach(session)
         LostGradients.attach(session)
+        DtypeRecorder.attach(session)
     if output is not None:
         from shardwise.run.loop_recorder import LoopRecorder
 
@@ -167,6 +183,31 @@ def _checked_options(options: Mapping[str, Any] | None, plan: str | Plan | Path)
     if problems := without_effect(options, strategy):
         raise PlanError(*(f"start('{plan}', options=...): {problem}" for problem in problems))
     return {name: value for name, value in found.options_for(strategy).items() if name in options}
+
+
+def _checked_types(types: Mapping[str, str] | None, plan: str | Plan | Path, precision: RunPrecision) -> dict[str, Any]:
+    """Return the types of a named strategy.
+
+    Raises:
+        PlanError: one does not exist, has a wrong value, or is not run under the strategy; all problems at once.
+    """
+    if not types:
+        return {}
+    if not isinstance(plan, str) or plan == "auto":
+        raise PlanError(
+            f"start(..., types=...) belongs to a named strategy: {', '.join(BARE_STRATEGIES)}; a plan has its own"
+        )
+    known = ("weights", "accumulate", "reduce", "rounding")
+    wrong = [f"'{key}' is none of {', '.join(known)}{did_you_mean(key, known)}" for key in types if key not in known]
+    try:
+        given = {key: value for key, value in types.items() if key in known}
+        made = Plan.model_validate({"strategy": plan, "precision": precision, **given})
+        wrong += type_problems(made) or unrun_types(made)
+    except ValidationError as error:
+        wrong += plan_problems(error)
+    if wrong:
+        raise PlanError(*(f"start('{plan}', types=...): {line}" for line in wrong))
+    return dict(types)
 
 
 def _fixed(plan: Plan) -> Planner:

@@ -43,7 +43,10 @@ def adapted(
 
 
 def with_plan(workload: Workload, plan: Plan) -> Workload:
-    """Return the workload with the adapters of ``plan``, where it names some."""
+    """Return the workload with the adapters of ``plan``, where it names some, and with its types."""
+    types = {name: getattr(plan, name) for name in ("weights", "accumulate", "reduce", "rounding")}
+    if workload.program.model_copy(update=types) != workload.program:
+        workload = workload.model_copy(update={"program": workload.program.model_copy(update=types)})
     return workload if plan.adapter is None else with_adapter(workload, plan.adapter)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.cost.memory.local_shapes import FP32, has_masters
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.plan import Recompute
+from shardwise.plan.program import ProgramTraits
 from shardwise.plan.traffic import weight_uses
 from shardwise.plan.workload import Workload
 from shardwise.search.enumerate import Layout
@@ -40,8 +42,11 @@ class Totals:
     network: float
     host_link: float
     per_node: int
-    state_bytes: float  # of one trained element's optimizer state
+    state_bytes: float  # of one trained element's optimizer state, without a master
+    master_bytes: float  # of one trained element's master, where there are masters
     weight_bytes: float
+    program: ProgramTraits
+    width: int  # bytes of an element in forward and backward
     gradient_bytes: float  # of one trained element at rest
     kv_share: float  # key-value heads over heads
     experts: int = 0  # elements of routed experts
@@ -61,6 +66,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
     program, width = workload.program, 4 if precision == "fp32" else 2
     narrow = width / 4 if program.weights == "compute" else 1.0
     parameters, each = profile.num_parameters, SEQUENCES[workload.objective]
+    is_known = workload.optimizer is not None or workload.optimizer_states is not None
     return Totals(
         parameters=parameters,
         trainable=profile.num_trainable,
@@ -74,7 +80,10 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         host_link=host * LINK_SHARE,
         per_node=cluster.devices_per_node,
         state_bytes=(4.0 * (workload.optimizer_states or 0) if spec is None else spec.least_bytes) * narrow,
+        master_bytes=FP32 * is_known,
         weight_bytes=stored / max(1, parameters) * (1.0 if program.weights == "fp32" else width / 4),
+        program=program,
+        width=width,
         gradient_bytes=float(width if program.accumulate == "compute" or program.weights == "compute" else 4),
         kv_share=(profile.kv_heads or 1) / (profile.heads or profile.kv_heads or 1),
         experts=sum(w.num_elements * u.count for u in profile.units for w in u.weights if w.experts),
@@ -91,19 +100,22 @@ def min_bytes(totals: Totals, layout: Layout) -> float:
     if strategy.offload or strategy.nvme:
         return 0.0
     model_ways = dims.tp * dims.pp
-    ways = dims.dp_shard if strategy.shards_parameters else 1
-    state_ways = dims.dp if strategy.base == "zero1" else ways
+    ways = dims.dp_shard * dims.cp if strategy.shards_parameters else 1
+    state_ways = dims.dp * dims.cp if strategy.base == "zero1" else ways
     spread, trained = (totals.experts, totals.trained_experts) if dims.ep > 1 else (0, 0)
-    state_bytes = (totals.parameters - spread) * totals.weight_bytes
-    state_bytes += (totals.trainable - trained) * totals.gradient_bytes
-    experts_bytes = spread * totals.weight_bytes + trained * totals.gradient_bytes
+    weight, state = totals.weight_bytes, totals.state_bytes
+    if has_masters(strategy, dims, totals.program, totals.program.weights, totals.width):
+        weight *= totals.width / FP32 if totals.program.weights == "fp32" else 1.0
+        state += totals.master_bytes
+    rest_bytes = (totals.parameters - spread) * weight + (totals.trainable - trained) * totals.gradient_bytes
+    experts_bytes = spread * weight + trained * totals.gradient_bytes
     own = dims.expert_shards if strategy.shards_parameters else 1
     own_state = dims.expert_shards if strategy.shards_parameters or strategy.base == "zero1" else 1
     return (
-        state_bytes / (model_ways * ways)
-        + (totals.trainable - trained) * totals.state_bytes / (model_ways * state_ways)
+        rest_bytes / (model_ways * ways)
+        + (totals.trainable - trained) * state / (model_ways * state_ways)
         + experts_bytes / (dims.ep * own * dims.pp)
-        + trained * totals.state_bytes / (dims.ep * own_state * dims.pp)
+        + trained * state / (dims.ep * own_state * dims.pp)
     )
 
 

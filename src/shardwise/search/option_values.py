@@ -102,7 +102,7 @@ def read_count(text: str) -> float:
     return number
 
 
-def read_length(text: str | None) -> int | None:
+def read_length(text: str | None, option: str = "--seq-len") -> int | None:
     """``4096`` or ``4k`` as a number of tokens.
 
     Raises:
@@ -113,5 +113,5 @@ def read_length(text: str | None) -> int | None:
     digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
     number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
     if not 1 <= number <= LONGEST:
-        raise UserError(f"--seq-len '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
+        raise UserError(f"{option} '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
     return number

@@ -24,6 +24,7 @@ from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_data import DataTable, Table
 from shardwise.train.config_problems import explain
 from shardwise.train.config_tasks import length_problems, task_problems
+from shardwise.train.config_types import StoredTypes
 from shardwise.train.config_values import (
     Batch,
     CheckpointFolder,
@@ -219,7 +220,7 @@ class TrainTable(TrainingOptions, Table):
         return []
 
 
-class ParallelTable(ParallelOptions, Table):
+class ParallelTable(ParallelOptions, StoredTypes, Table):
     """``[parallel]``: the strategy, its devices and its options (`ParallelOptions`)."""
 
     strategy: str = Field("auto", description="auto, or such as ddp, zero2, fsdp+tp2, ddp+lora, deepspeed-zero3")
@@ -391,9 +392,11 @@ class Config(Table):
     def _optimizer_goes_with_the_strategy(self) -> Self:
         parallel, optimizer = self.parallel, self.optimizer
         named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
-        problems = []
+        named_optimizer = optimizer.name if optimizer.factory is None else None
+        problems = parallel.type_problems(parallel.strategy, parallel.precision, in_backward=optimizer.in_backward)
+        problems += parallel.stored_problems(named_optimizer, self.train.ema_decay)
         if named is not None:
-            problems = [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]
+            problems += [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]
         if optimizer.in_backward and named is None:
             problems.append(
                 "'optimizer.in_backward' is not for every strategy, and 'parallel.strategy' is auto; "

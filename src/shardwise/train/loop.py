@@ -290,6 +290,7 @@ class TrainingRun:
             loss=result.loss if math.isfinite(result.loss) else None,  # no label in this step; JSON has no NaN
             learning_rate=rate,
             grad_norm=result.grad_norm,
+            **self.session.routing.log_fields(),
             step_time_s=window.seconds / window.steps,
             **({"tokens": self.tokens} if of_tokens else {}),
             labels=self.labels,

@@ -16,6 +16,7 @@ from shardwise.checkpoint.added_rows import AddedTokens
 from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.import_object import check_kwargs, load_object
+from shardwise.model.grouped_products import GroupedProducts
 from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.causal import configuration_file
 from shardwise.train.config import Config
@@ -151,7 +152,7 @@ def forward_bytes(
     Raises:
         ModelError: the model's output is not logits of ``num_outputs`` tokens or classes.
     """
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts():
         warnings.simplefilter("ignore")
         try:
             module = factory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -125,7 +126,23 @@ class Routing:
         self.layers = tuple(replace(layer, module=None) for layer in expert_layers(model))  # `prepare` may copy it
         self.names = tuple(layer.name for layer in self.layers)
         self.experts = max((layer.num_experts for layer in self.layers), default=0)
+        if self.terms.aux_loss and plan.grad_accum > 1:
+            notes += (
+                f"the routers' balancing loss is over all ranks' tokens of a micro step, and the mean of the step's "
+                f"{plan.grad_accum} micro steps: with another grad_accum it is another loss",
+            )
         return notes
+
+    def log_fields(self) -> dict[str, float | None]:
+        """Return the last step's part of a line of metrics: weighted losses, and the busiest expert over the mean."""
+        found: dict[str, float | None] = {}
+        if self.terms.has_loss:
+            found["router_loss"] = self.loss if math.isfinite(self.loss) else None
+        if self.counts.numel():
+            sizes = torch.tensor([layer.num_experts for layer in self.layers], dtype=torch.float64)
+            each = self.counts.cpu()
+            found["busiest_expert"] = float((each.amax(-1) * sizes / each.sum(-1).clamp_min(1.0)).max())
+        return found
 
     def on_prepared(self, session: TrainingSession) -> None:
         """Hook this rank's routers and experts."""

@@ -28,6 +28,7 @@ from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
 from shardwise.optim.in_backward import InBackward
+from shardwise.optim.low_precision import low_precision, low_precision_notes
 from shardwise.optim.trial import check_flattened, check_optimizer
 from shardwise.parallel.apply import Applied, apply, apply_to_optimizer, parameter_names, set_gradient_sync
 from shardwise.parallel.context_parallel.attention import sequence_share
@@ -36,7 +37,7 @@ from shardwise.parallel.data_parallel.fsdp import discard_gradients
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
-from shardwise.parallel.grad_norm import finish_partial, global_norm, scale_to
+from shardwise.parallel.grad_norm import finish_partial, full_norm, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import ownership_of
 from shardwise.parallel.precision import grad_scaler
@@ -247,7 +248,7 @@ class Session:
             names = parameter_names(model)
             self._applied = apply(model, self._plan, self.device, sample, fill)
             self._plan = self._applied.plan
-            self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan)
+            self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan, low_precision)
             refuse_unsupported(self._applied.outer, self._plan.strategy)
             check_optimizer(self._optimizer, self._applied.module, self._plan, self.ranks)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
@@ -258,7 +259,7 @@ class Session:
         if self.scaler is not None and not all(row[0] for row in gather_ints([len(self._trainable)], self.ranks)):
             raise ModelError("fp16 needs parameters to train on every pipeline stage, and one has none; use bf16")
         if self.ranks.is_main:
-            for note in (*routed, *self._applied.warnings):
+            for note in (*routed, *self._applied.warnings, *low_precision_notes(self._optimizer, self._plan)):
                 logging.getLogger("shardwise").warning(note)
         self._agreement = Agreement(self._applied, self._plan, self.ranks)
         engine, outer, called = self._applied.engine, self._applied.outer, self._applied.outer
@@ -565,7 +566,7 @@ class Session:
             norm = global_norm(named, ownership_of(self.module), meshes.data.device_type)
             scale_to(self._trainable, clip_norm, norm)
             return norm
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._trainable if p.grad is not None])
+        norm = full_norm(self._trainable)
         torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
 

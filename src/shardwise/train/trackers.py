@@ -28,6 +28,8 @@ _NAMES = {
     "loss": "train/loss",
     "learning_rate": "train/learning_rate",
     "grad_norm": "train/grad_norm",
+    "router_loss": "train/router_loss",
+    "busiest_expert": "train/busiest_expert",
     "tokens": "train/tokens",
     "step_time_s": "speed/step_time_s",
     "tokens_per_s": "speed/tokens_per_s",

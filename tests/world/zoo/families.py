@@ -105,11 +105,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MASKED = ("bert", "roberta", "electra", "albert", "distilbert")
 
 
-def family(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model of the family; its biases and norms are not at the constants that they start as."""
+def family(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **keys: Any) -> nn.Module:
+    """A model of the family with other ``keys``; its biases and norms are not at the constants that they start as."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(name, **FAMILIES[name])
+    config = transformers.AutoConfig.for_model(name, **{**FAMILIES.get(name, {}), **keys})
     config._experts_implementation = "eager"  # the default, grouped_mm, knows no float64
     kind = transformers.AutoModelForMaskedLM if name in MASKED else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):

@@ -10,7 +10,7 @@ counted there. A category that is unknown is ``None``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
@@ -27,6 +27,7 @@ from shardwise.model.facts import ModelSpec, ParameterSpec, itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import ParameterShard
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import bytes_of, extra_states, gradient_dtype, state_dtype, stored_dtype
 from shardwise.plan.workload import Workload
 
 __all__ = [
@@ -150,14 +151,18 @@ def _stage_state(
 
     def local_numel(parameter: ParameterSpec) -> int:
         if parameter.name in parts.experts:
-            return math.prod(held_shape(parameter.shape, plan.dims)) * parameter.itemsize
-        return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name)) * parameter.itemsize
+            return math.prod(held_shape(parameter.shape, plan.dims))
+        return local_elements(parameter, plan, shard_dim=parts.shard_dim.get(parameter.name))
+
+    def total(dtype: Callable[[Plan, str], str], *, trained: bool = False) -> int:
+        each = [p for p in spec.parameters if p.name in sizes and (p.trainable or not trained)]
+        return sum(sizes[p.name] * bytes_of(p, dtype(plan, p.dtype)) for p in each)
 
     sizes = {p.name: local_numel(p) for p in spec.parameters if is_here(p)}
-    trained = sum(sizes[p.name] for p in spec.parameters if p.trainable and p.name in sizes)
-    gradients = 0 if plan.optimizer_in_backward else trained  # freed as soon as each is stepped
+    trained = total(stored_dtype, trained=True)
+    gradients = 0 if plan.optimizer_in_backward else total(gradient_dtype, trained=True)  # freed as each is stepped
     if workload.optimizer_states is None:
-        return sum(sizes.values()), gradients, None, trained
+        return total(stored_dtype), gradients, None, trained
     groups = [[p for p in group if p.name in sizes] for group in stepped_groups(spec, workload)]
     ranks = plan.dims.dp * plan.dims.cp
     shares = zero1_shares(groups, ranks) if plan.parsed.base == "zero1" else [[p for group in groups for p in group]]
@@ -165,13 +170,14 @@ def _stage_state(
         sum(_state(p, plan, workload, parts, sizes[p.name]) + workload.scalar_states * STATE_ITEMSIZE for p in share)
         for share in shares
     )
-    return sum(sizes.values()), gradients, state, trained
+    return total(stored_dtype), gradients, state, trained
 
 
 def _state(parameter: ParameterSpec, plan: Plan, workload: Workload, parts: ShardPlacement, size: int) -> int:
-    """Bytes of a parameter's state with dimensions; ``size`` bytes are on the fullest rank."""
+    """Bytes of a parameter's state with dimensions; ``size`` elements are on the fullest rank."""
     if (spec := workload.custom_state) is None:
-        return size * (workload.optimizer_states or 0)
+        each = bytes_of(parameter, state_dtype(plan, parameter.dtype))
+        return size * each * ((workload.optimizer_states or 0) + extra_states(plan))
     if parameter.name in parts.experts:
         here = held_shape(parameter.shape, plan.dims)
     else:

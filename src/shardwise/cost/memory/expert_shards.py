@@ -2,7 +2,8 @@
 
 ``+ep`` gives a rank ``experts / ep`` whole experts, which `expert_shards` ranks of a replica share. FSDP shards them
 along the experts where each of these ranks gets one; else along the first other dim that the ranks divide, as
-torchtitan does (``apply_fsdp`` of its mixtures), because FSDP2 pads only dim 0 and whole ranks would be empty.
+torchtitan does (``apply_fsdp`` of its mixtures), because FSDP2 pads only dim 0 and whole ranks would be empty. Without
+``+ep`` neither program does so: experts are sharded with their block, and ranks beyond their number have none.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def shard_dim(weight: Weight, shape: tuple[int, ...], ranks: int) -> int:
     return next((dim for dim in range(1, len(shape)) if shape[dim] % ranks == 0), 0)
 
 
-def rest_shape(weight: Weight, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Shape of a local weight at rest on the fullest of ``ranks`` ranks."""
+def rest_shape(weight: Weight, shape: tuple[int, ...], ranks: int, *, whole: bool = False) -> tuple[int, ...]:
+    """Shape of a local weight at rest on the fullest of ``ranks`` ranks; ``whole``: no expert is sharded itself."""
     if ranks == 1 or not shape or not math.prod(shape):
         return shape
-    dim = shard_dim(weight, shape, ranks)
+    dim = 0 if whole else shard_dim(weight, shape, ranks)
     return (*shape[:dim], math.ceil(shape[dim] / ranks), *shape[dim + 1 :])
 
 

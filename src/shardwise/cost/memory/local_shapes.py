@@ -15,11 +15,13 @@ from functools import lru_cache
 from shardwise.cost.memory.expert_shards import expert_shape, rest_shape
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
+from shardwise.plan.dims import ParallelDims
 from shardwise.plan.parallel_options import PipelineSchedule
 from shardwise.plan.plan import Plan
 from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.plan.tensor_types import WeightType
 from shardwise.plan.workload import Workload
 
 FP32 = 4
@@ -64,6 +66,7 @@ class ShardLayout:
     buckets: int = 0  # bytes of communication buffers beside unsharded gradients
     fp8_saved: bool = False  # fp8 products save their inputs in 8 bits
     ep: int = 1
+    whole_experts: bool = False  # FSDP2 without +ep shards along experts, though there may be fewer than ranks
     expert_shards: int = 1  # ranks of FSDP2 that share the same experts
     capacity_factor: float | None = None  # experts compute this many times their mean rows; None: what they get
     balanced: bool = False  # a router that loads all experts alike
@@ -188,14 +191,23 @@ def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
     return framework or ("megatron" if not_run else "shardwise")
 
 
+def has_masters(
+    strategy: Strategy, dims: ParallelDims, program: ProgramTraits, weights: WeightType, width: int
+) -> bool:
+    """Return whether weights of ``width`` bytes rest beside fp32 masters: as asked, or as in Megatron-LM."""
+    splits = not strategy.shards_parameters and dims.tp * dims.pp * dims.cp * dims.ep > 1
+    usual = splits and program.is_own and framework_of(strategy, program.modules) == "megatron"
+    return width < FP32 and (weights == "masters" or usual)
+
+
 def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
     """Build the `ShardLayout` of ``plan`` in ``program``."""
     dims, strategy = plan.dims, _strategy(plan.strategy)
     width = 4 if plan.precision == "fp32" else 2
-    full = not strategy.shards_parameters and width < FP32 and dims.tp * dims.pp * dims.cp * dims.ep > 1
     framework = framework_of(strategy, program.modules)
     partitions = strategy.base == "zero2" and program.zero == "deepspeed"
-    masters = width < FP32 and (plan.weights == "masters" or (full and framework == "megatron" and program.is_own))
+    flat = program.flat_parameters and strategy.shards_parameters and not partitions
+    masters = has_masters(strategy, dims, program, plan.weights, width)
     narrow = width if plan.weights != "fp32" or masters else FP32
     return ShardLayout(
         strategy=strategy,
@@ -213,16 +225,17 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         stage_blocks=plan.stage_blocks,
         sequence=plan.sequence_parallel,
         vocab=plan.loss_parallel,
-        flat=program.flat_parameters and strategy.shards_parameters and not partitions,
+        flat=flat,
         stored=narrow,
         accumulated=width if plan.accumulate == "compute" or plan.weights == "compute" else FP32,
         reduced=width if plan.reduce == "compute" else FP32,
         partitions=partitions,
-        flat_state=masters or program.zero != "torch",
+        flat_state=(masters and framework == "megatron") or program.zero != "torch",
         kahan=plan.rounding == "kahan",
         buckets=program.bucket_elements * width,
         fp8_saved=plan.precision == "fp8" and program.fp8_activations,
         ep=dims.ep,
+        whole_experts=dims.ep == 1 and strategy.engine == "torch" and program.zero == "torch" and not flat,
         expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
     )
 
@@ -362,7 +375,16 @@ def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     dense, routed = (layout.replicas_of(weight) if layout.partitions else 1 for weight in PROBES)
     parts = (dense, routed)
     return _unit_weights(
-        UnitKey(unit), ranks, layout.tp, types, layout.shards, layout.masters, layout.flat, parts, spread
+        UnitKey(unit),
+        ranks,
+        layout.tp,
+        types,
+        layout.shards,
+        layout.masters,
+        layout.flat,
+        parts,
+        spread,
+        layout.whole_experts,
     )
 
 
@@ -417,6 +439,7 @@ def _unit_weights(
     flat: bool,
     parts: tuple[int, int],
     spread: tuple[int, int],
+    whole: bool,
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
@@ -431,7 +454,8 @@ def _unit_weights(
     shapes = [local_weight(weight, tp, ep, vocab=same.unit.kind != "block") for weight in weights]
     each = [expert_shards if w.experts else ranks for w in weights]
     local = [math.prod(shape) for shape in shapes]
-    at_rest = [math.prod(rest_shape(w, shape, n)) for w, shape, n in zip(weights, shapes, each, strict=True)]
+    rows = zip(weights, shapes, each, strict=True)
+    at_rest = [math.prod(rest_shape(w, shape, n, whole=whole)) for w, shape, n in rows]
     both = [(w, n, rest, rest * m) for w, n, rest, m in zip(weights, local, at_rest, each, strict=True)]
     trained = [row for row in both if row[0].trainable]
     carried = both if flat and trained else trained

@@ -37,7 +37,8 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     shards = tuple(layout.ranks_of(weight) for weight in PROBES)
     types, key = StateTypes.of(layout), _StateKey(workload)
     return sum(
-        piece.count * sum(_unit_states(UnitKey(piece.unit), layout.tp, layout.ep, shards, types, key))
+        piece.count
+        * sum(_unit_states(UnitKey(piece.unit), layout.tp, layout.ep, shards, types, key, layout.whole_experts))
         for piece in pieces
     )
 
@@ -91,7 +92,13 @@ class _StateKey:
 
 @lru_cache(maxsize=8192)
 def _unit_states(
-    same: UnitKey, tp: int, ep: int, shards: tuple[int, ...], types: StateTypes, key: _StateKey
+    same: UnitKey,
+    tp: int,
+    ep: int,
+    shards: tuple[int, ...],
+    types: StateTypes,
+    key: _StateKey,
+    whole: bool = False,
 ) -> tuple[int, int]:
     """Bytes of optimizer state of one unit's weights on the fullest rank: of dense ones, and of experts."""
     unit, found = same.unit, [0, 0]
@@ -100,7 +107,7 @@ def _unit_states(
         if weight.trainable:
             shape = local_weight(weight, tp, ep, vocab=not in_block)
             routed = bool(weight.experts)
-            rest = rest_shape(weight, shape, shards[routed])
+            rest = rest_shape(weight, shape, shards[routed], whole=whole)
             found[routed] += types.weight_state(rest, key.workload, weight, in_block)
     return found[0], found[1]
 

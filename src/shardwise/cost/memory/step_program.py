@@ -17,38 +17,23 @@ keeps alive.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from shardwise.cost.memory.activations import OpBytes, UnitBytes
 from shardwise.cost.memory.allocation_trace import (
     ACTIVATIONS,
     BUFFERS,
-    GATHER,
     GRADIENTS,
     LOGITS,
     OPTIMIZER,
     PARAMETERS,
-    REDUCE,
     TEMPORARIES,
     AllocationTrace,
 )
 from shardwise.cost.memory.cost_inputs import CostInputs
-from shardwise.cost.memory.local_shapes import FP32, UnitWeights
-from shardwise.cost.memory.loss_program import LossWriter
+from shardwise.cost.memory.local_shapes import FP32
 from shardwise.cost.memory.saved_pieces import kept_logits, saved_pieces, state_pieces
+from shardwise.cost.memory.shard_program import ShardWriter, Visit
 from shardwise.plan.plan import Recompute
-
-
-@dataclass(slots=True)
-class _Visit:
-    """Execution of a layer group: ``number`` of its units at once, and its saved allocations."""
-
-    piece: int
-    number: int
-    saved: list[list[int]]
-    gathered: list[int]
-    copies: int = -1
-    exchanged: int = -1
 
 
 def write_program(setting: CostInputs) -> AllocationTrace:
@@ -72,22 +57,12 @@ def write_program(setting: CostInputs) -> AllocationTrace:
     return writer.trace
 
 
-class _Writer(LossWriter):
-    """Stores the handles of live allocations while the trace is built."""
+class _Writer(ShardWriter):
+    """Traces the whole step."""
 
     def __init__(self, setting: CostInputs) -> None:
-        super().__init__(setting)
-        self.visits = list(_visits(setting))
-        self.root = [i for i, piece in enumerate(setting.pieces) if not piece.is_block]
-        self.root_gathered: list[int] = []
-        self.root_gradients: list[int] = []
-        self.gradients: list[int] = []
-        self.waiting: dict[tuple[int, int], int] = {}
-        self.last_reduce = -1
-        self.fetched: list[int] = []
-        self.summed: list[int] = []
+        super().__init__(setting, list(_visits(setting)))
         self.made = -1
-        self.adds = self.reduces = False
 
     def load(self) -> None:
         """Trace the load: units materialize one after the other, each is sharded at once, root last.
@@ -175,11 +150,12 @@ class _Writer(LossWriter):
         """Trace one micro batch up to its logits."""
         trace = self.trace
         if self.s.layout.shards and not self.root_gathered:
-            self.root_gathered = self._gather(self.root, ahead=True)
-        for visit in self.visits:
+            self.root_gathered = self._gather(self.root, ahead=self.s.layout.is_cuda)
+            self._prefetch_forward(0)
+        for position, visit in enumerate(self.visits):
             is_block = self.s.pieces[visit.piece].is_block
             if self.s.layout.shards and is_block and not visit.gathered:
-                visit.gathered = self._gather([visit.piece], ahead=True, number=visit.number)
+                visit.gathered = self._gather_forward(position, visit)
             visit.saved = self._forward_unit(visit)
             if is_block and not self.s.layout.keeps_weights:
                 trace.free(*visit.gathered)
@@ -221,7 +197,7 @@ class _Writer(LossWriter):
         trace.free(found, self.last_gather, *root)
         self.last_gather = -1
 
-    def _copies(self, visit: _Visit, number: int) -> None:
+    def _copies(self, visit: Visit, number: int) -> None:
         """Trace autocast's low-precision weights.
 
         Backward keeps them, or under recompute autocast's cache until forward ends.
@@ -234,10 +210,10 @@ class _Writer(LossWriter):
         else:
             self.late.append(handle)
 
-    def _mode(self, visit: _Visit) -> Recompute:
+    def _mode(self, visit: Visit) -> Recompute:
         return self.s.program.recompute if self.s.pieces[visit.piece].is_block else "none"
 
-    def _forward_unit(self, visit: _Visit) -> list[list[int]]:
+    def _forward_unit(self, visit: Visit) -> list[list[int]]:
         trace, unit, micro, number = self.trace, self.s.bytes[visit.piece], self.s.micro, visit.number
         if self._mode(visit) != "none":
             kept = []
@@ -306,7 +282,7 @@ class _Writer(LossWriter):
         trace.free(*self.summed)
         self.summed = []
 
-    def _backward_unit(self, visit: _Visit, incoming: int) -> tuple[int, list[int]]:
+    def _backward_unit(self, visit: Visit, incoming: int) -> tuple[int, list[int]]:
         """Return the handles of the next unit's gradient and of unsharded weight gradients."""
         trace, s, unit, weights = self.trace, self.s, self.s.bytes[visit.piece], self.s.weights[visit.piece]
         mode, full = self._mode(visit), []
@@ -371,7 +347,7 @@ class _Writer(LossWriter):
         self.trace.free(unreduced)
         return []
 
-    def _own_gradients(self, visit: _Visit) -> None:
+    def _own_gradients(self, visit: Visit) -> None:
         """Trace unsharded gradients outside DDP's buckets.
 
         Without DDP these are all gradients, until the step's end; with it those of micro batches that do not reduce
@@ -391,133 +367,13 @@ class _Writer(LossWriter):
             self.waiting[key] = self.trace.alloc(total, BUFFERS if self.s.has_buckets else GRADIENTS)
             self.gradients += [] if self.s.has_buckets else [self.waiting[key]]
 
-    # FSDP2
 
-    def _gather(self, group: list[int], *, ahead: bool, number: int = 1) -> list[int]:
-        """Trace unsharded weights on the default stream.
-
-        ``ahead`` keeps the all-gather's output until the next.
-        """
-        trace, output = self.trace, -1
-        if number == 1:
-            output = self._send(group)
-        elif not self.s.layout.keeps_weights:
-            return []
-        full = [trace.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
-        if number == 1 and ahead:
-            output, self.last_gather = self.last_gather, output
-        trace.free(output)
-        return full
-
-    def _send(self, group: list[int]) -> int:
-        """Trace the all-gather's input and output on its stream; the input is freed at once."""
-        trace, layout = self.trace, self.s.layout
-        if layout.shard_ranks == 1:
-            return -1
-        weights = [self.s.weights[i] for i in group]
-        moved = [trace.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
-        cast = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
-        output = trace.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
-        if not layout.is_cuda:
-            trace.free(trace.alloc(sum(w.sent for w in weights), BUFFERS))  # gloo gathers into a separate buffer
-        trace.free(cast, *moved)
-        return output
-
-    def _take_fetched(self, visit: _Visit) -> list[int]:
-        if visit.number > 1:
-            return []
-        output = self.fetched.pop() if self.fetched else self._send([visit.piece])
-        gathered = [self.trace.alloc(size, BUFFERS) for size in self.s.weights[visit.piece].gathered]
-        self.trace.free(output)
-        return gathered
-
-    def _prefetch(self, position: int) -> None:
-        """Trace the all-gather of the next block in backward."""
-        before = [v for v in self.visits[:position] if self.s.pieces[v.piece].is_block and v.number == 1]
-        if before and not self.fetched and not before[-1].gathered:
-            self.fetched.append(self._send([before[-1].piece]))
-
-    def _finish(self, visit: _Visit, full: list[int], *, last: bool) -> None:
-        """Trace the end of a block's backward: free weights, store gradients in fp32 or reduce them."""
-        trace, s, weights = self.trace, self.s, self.s.weights[visit.piece]
-        if last or s.layout.pp == 1 or not s.layout.keeps_weights:
-            visit.gathered = trace.free(*visit.gathered)
-        key = self._key(visit)
-        if not last:
-            self._wait(key, weights.waiting * visit.number, full)
-            return
-        self._reduce(weights, [*full, self.waiting.pop(key, -1)], visit.number)
-
-    def _finish_root(self, *, last: bool) -> None:
-        trace, key = self.trace, (-1, 0)
-        weights = [self.s.weights[i] for i in self.root]
-        if last or self.s.layout.pp == 1 or not self.s.layout.keeps_weights:
-            self.root_gathered = trace.free(*self.root_gathered)
-        if not last:
-            self._wait(key, sum(w.waiting for w in weights), self.root_gradients)
-            self.root_gradients = []
-            return
-        trace.free(self.last_reduce)
-        size = sum(w.reduce_in for w in weights)
-        self.last_reduce = trace.alloc(size, BUFFERS)
-        trace.free(*self.root_gradients, self.waiting.pop(key, -1))
-        self.root_gradients = []
-        referenced = trace.alloc(sum(w.last_gradient for w in weights[-1:]), BUFFERS)
-        self._reduced(sum(w.reduce_out for w in weights), size)
-        trace.free(referenced)
-        trace.free(self.last_reduce)
-        self.last_reduce = -1
-
-    def _key(self, visit: _Visit) -> tuple[int, int]:
-        """Key of the gradients that wait for reduction; the root has one for all its units."""
-        return (visit.piece, id(visit)) if self.s.pieces[visit.piece].is_block else (-1, 0)
-
-    def _wait(self, key: tuple[int, int], size: int, full: list[int]) -> None:
-        """Store unsharded gradients of a micro batch that does not reduce: cast to fp32 if needed."""
-        if key in self.waiting:
-            self.trace.free(*full)
-        elif self.s.layout.width == FP32 and full:
-            self.trace.free(*full)  # the same bytes under one handle
-            self.waiting[key] = self.trace.alloc(size, BUFFERS)
-        else:
-            self.waiting[key] = self.trace.alloc(size, BUFFERS)
-            self.trace.free(*full)
-
-    def _reduce(self, weights: UnitWeights, full: list[int], number: int) -> None:
-        trace = self.trace
-        if number == 1:
-            trace.free(self.last_reduce)
-            self.last_reduce = trace.alloc(weights.reduce_in, BUFFERS)
-        trace.free(*full)
-        referenced = trace.alloc(weights.last_gradient, BUFFERS)  # a variable of ``foreach_reduce`` still references it
-        self._reduced(weights.reduce_out * number, weights.reduce_in, number)
-        trace.free(referenced)
-
-    def _reduced(self, size: int, sent: int, number: int = 1) -> None:
-        """Trace this rank's reduced gradient: stored, accumulated, or copied to the host.
-
-        Under hsdp the result of the all-reduce over replicas lives until the end of backward
-        (``FSDPParamGroup._all_reduce_state``).
-        """
-        if self.adds and self.s.layout.sums_replicas and not self.s.layout.offloads:
-            self.summed.append(self.trace.alloc(size, BUFFERS, REDUCE))
-        elif self.s.layout.offloads or self.adds:
-            self.trace.free(self.trace.alloc(size // number, BUFFERS, REDUCE))
-        elif self.s.program.optimizer_in_backward:  # stepped and freed before the next unit's is reduced
-            gradient = self.trace.alloc(size // number, GRADIENTS, REDUCE)
-            self.trace.free(self.trace.alloc(self.s.temporaries, TEMPORARIES), gradient)
-        else:
-            self.gradients.append(self.trace.alloc(size, GRADIENTS, REDUCE))
-        if not self.s.layout.is_cuda and self.s.layout.shard_ranks > 1:
-            self.trace.free(self.trace.alloc(sent, BUFFERS))  # gloo reduces a copy, and copies this rank's part from it
-
-
-def _visits(setting: CostInputs) -> Iterator[_Visit]:
+def _visits(setting: CostInputs) -> Iterator[Visit]:
     """Split each row of equal units into its first two, the middle as one, and its last two."""
     for i, piece in enumerate(setting.pieces):
         short = piece.count <= setting.program.written + 1
         edge = piece.count if short else setting.program.written // 2
-        yield from (_Visit(i, 1, [], []) for _ in range(edge))
+        yield from (Visit(i, 1, [], []) for _ in range(edge))
         if not short:
-            yield _Visit(i, piece.count - 2 * edge, [], [])
-            yield from (_Visit(i, 1, [], []) for _ in range(edge))
+            yield Visit(i, piece.count - 2 * edge, [], [])
+            yield from (Visit(i, 1, [], []) for _ in range(edge))

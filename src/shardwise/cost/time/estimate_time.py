@@ -186,6 +186,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         ep=plan.dims.ep,
         capacity_factor=workload.capacity_factor,
         balanced_experts=workload.balanced_experts,
+        weighs_early=framework != "shardwise",
     )
 
 

@@ -15,6 +15,7 @@ from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.machine import Machine
 from shardwise.model.profile import Op, Unit, Weight
 from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.traffic import REPEATED_DISPATCHES
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 # Bytes that a chain of fusible ops moves when it is one kernel, of what its ops move in the compute width; what they
@@ -46,7 +47,8 @@ class WorkSplit:
     torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
     ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``shards_ends``: embedding and head
     work on sharded sequences, as in these two, while here they work on full ones. ``document`` is the mean length of
-    packed documents that attention stays inside of. ``host`` scales the host's time.
+    packed documents that attention stays inside of. ``host`` scales the host's time. ``weighs_early``: routing weights
+    multiply inside the experts, so that recompute ends in front of the exchange of their results, which is not saved.
     """
 
     tp: int
@@ -68,6 +70,7 @@ class WorkSplit:
     ep: int = 1
     capacity_factor: float | None = None
     balanced_experts: bool = False
+    weighs_early: bool = False
 
     def experts_of(self, op: Op) -> tuple[float, int]:
         """Return how a rank's rows of experts compare to those of a sample, and how many local experts have them."""
@@ -127,7 +130,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     packed = sum(n for w, n in local if w.itemsize < 1)
     spread = [(w, n) for w, n in local if w.experts and split.ep > 1]
     moved = dispatch_s(machine, unit, split.ep, split.micro / split.cp / split.tp, COMPUTE_BYTES[split.precision])
-    again = 1.0 if split.recompute != "none" else 0.0  # what follows the last product is not executed again
+    again = 0 if split.recompute == "none" else 1 if split.weighs_early else REPEATED_DISPATCHES
     if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
         forward, backward = forward + unpack, backward + unpack

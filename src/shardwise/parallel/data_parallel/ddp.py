@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.stored_types import reduced_dtype
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -37,7 +39,42 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
     outer.syncs_buffers = bool(spec.batch_norms)
+    sent = reduction_dtype(spec, plan)
+    if sent is not None:
+        outer.reduction = BucketReduction(sent)
+        outer.register_comm_hook(outer.reduction, lambda how, bucket: how(bucket))  # DDP reads annotations
     return outer
+
+
+def reduction_dtype(spec: ModelSpec, plan: Plan) -> torch.dtype | None:
+    """Return the type in which DDP's buckets are added up, where it is not their own."""
+    trained = {p.dtype for p in spec.parameters if p.trainable}
+    changed = {reduced_dtype(plan, dtype) for dtype in trained if reduced_dtype(plan, dtype) != dtype}
+    found: torch.dtype | None = getattr(torch, changed.pop()) if changed else None
+    return found
+
+
+@dataclass
+class BucketReduction:
+    """Adds up DDP's buckets in another type than their own: the mean is taken before, and the sum is cast back.
+
+    ``waits``: the bucket is given back at once, as where no other rank answers.
+    """
+
+    dtype: torch.dtype
+    waits: bool = False
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Begin the reduction of one bucket."""
+        own = bucket.buffer()
+        sent = own.to(self.dtype).div_(dist.get_world_size())
+        if self.waits:
+            dist.all_reduce(sent)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(own)
+            return done
+        work = dist.all_reduce(sent, async_op=True).get_future()
+        return work.then(lambda done: own.copy_(done.value()[0]))
 
 
 class Replicated(DistributedDataParallel):
@@ -49,6 +86,7 @@ class Replicated(DistributedDataParallel):
 
     forwards = 0
     syncs_buffers = False
+    reduction: BucketReduction | None = None
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
+from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, spread_experts
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
@@ -41,9 +45,29 @@ def apply_shard(
     materialize_unit(module, device, fill)
     broadcast_buffers(module)
     shard_unit(module, plan, mesh, is_root=True)
+    if plan.weights == "masters" and plan.accumulate == "fp32":
+        accumulate_in_fp32(module)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
+    overlap_over_gloo(module, blocks, plan, mesh)
     return module
+
+
+def overlap_over_gloo(root: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
+    """Let gloo gather the next block and reduce the last one while a block computes.
+
+    FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none. Stages of a pipeline have
+    an order of their own, and only reduce by exchange.
+    """
+    backend = str(dist.get_backend(mesh.get_group(mesh.ndim - 1)))
+    if not isinstance(root, FSDPModule) or (backend != "gloo" and (backend, plan.device) != ("fake", "cpu")):
+        return
+    pipelined = plan.dims.pp > 1
+    exchange_sums(root, pipelined=pipelined)
+    if not pipelined:
+        root._set_unshard_async_op(True)
+        if plan.prefetch == 1:
+            gather_forward(root, [block for block in blocks if isinstance(block, FSDPModule)], 1)
 
 
 def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
@@ -58,6 +82,22 @@ def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, 
     )
 
 
+def accumulate_in_fp32(root: nn.Module) -> None:
+    """Let sharded gradients rest in fp32, as they are reduced, and not in the type of their bf16 parameters."""
+
+    def with_fp32(group: Any, first: Callable[[], None]) -> None:
+        first()
+        group._orig_dtype = torch.float32 if group._orig_dtype is not None else None
+
+    for unit in root.modules():
+        group: Any = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+        if group is not None:
+            group._init_mp_dtypes = partial(with_fp32, group, group._init_mp_dtypes)
+    for parameter in root.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.grad_dtype = torch.float32
+
+
 def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> None:
     """Prefetch the weights of ``depth`` blocks ahead, in forward and backward.
 
@@ -67,11 +107,17 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> No
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if depth < 2 or not isinstance(root, FSDPModule):
         return
+    gather_forward(root, sharded, depth)
     for index, block in enumerate(sharded):
-        block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + depth])
         block.set_modules_to_backward_prefetch(sharded[max(0, index - depth) : index][::-1])
-    root.set_modules_to_forward_prefetch(sharded[:depth])
     root.set_modules_to_backward_prefetch(sharded[::-1][:depth])
+
+
+def gather_forward(root: FSDPModule, blocks: Sequence[FSDPModule], depth: int) -> None:
+    """Prefetch the weights of ``depth`` blocks ahead in forward."""
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + depth]))
+    root.set_modules_to_forward_prefetch(list(blocks[:depth]))
 
 
 def gathered_ahead(module: nn.Module) -> tuple[int, int]:

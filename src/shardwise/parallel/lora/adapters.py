@@ -33,6 +33,7 @@ from shardwise.plan.plan import Plan
 _SAMPLED = 256  # values of a parameter that its digest samples
 NAME = "default"  # peft's name of the adapter
 _MARK = "_shardwise_adapters"
+_INSIDE = "module"
 _PARTS = {"attention": re.compile(r"attn|attention", re.I), "mlp": re.compile(r"mlp|ffn|feed_?forward|expert", re.I)}
 
 
@@ -311,11 +312,13 @@ def _inject(module: nn.Module, options: AdapterOptions, targets: Sequence[str]) 
         lora_dropout=options.dropout,
         use_rslora=options.rslora,
         use_dora=options.dora,
-        target_modules=list(targets),
+        target_modules=[f"{_INSIDE}.{name}" for name in targets],
         fan_in_fan_out=any(_is_conv1d(module.get_submodule(name)) for name in targets),
         init_lora_weights=True,
     )
-    inject_adapter_in_model(config, module, NAME, low_cpu_mem_usage=True)
+    holder = nn.Module()  # without a config: by its model_type peft would turn names of MLPs into stacks of experts
+    holder.add_module(_INSIDE, module)
+    inject_adapter_in_model(config, holder, NAME, low_cpu_mem_usage=True)
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.read import clean_name, dtype_name
 from shardwise.parallel.ownership import ownership_of
 from shardwise.plan.optimizers import OptimizerSpec, ParameterShard
+from shardwise.plan.stored_types import extra_states, state_dtype
 from shardwise.plan.traffic import data_traffic
 from shardwise.plan.workload import Workload
 from shardwise.receipts.expected import Range, Traffic
@@ -68,7 +69,7 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
     """Yield lines on the state's dtypes and size: elements, or bytes for other shapes."""
     states = [t for t in state.optimizer_tensors(session.optimizer) if t.ndim]
     spec = _with_state(session, used_spec(session))
-    trained = {p.dtype for p in spec.parameters if p.trainable}
+    trained = {state_dtype(session.plan, p.dtype) for p in spec.parameters if p.trainable}
     mine, every = _stepped(session, spec, workload)
     custom = workload.custom_state
     if states:
@@ -79,7 +80,7 @@ def state_lines(session: Session, workload: Workload) -> Iterator[Line]:
         return
     local = {p.name: _local_shape(session, p) for p in every}
     if custom is None:
-        number = workload.optimizer_states
+        number = workload.optimizer_states + extra_states(session.plan)
         expected = sum(_product(local[p.name]) for p in mine) * number
         seen, full = state.local_elements(states), sum(p.num_elements for p in every) * number
         texts = [f"{n} of {full} ({n / full:.1%})" if full else str(n) for n in (expected, seen)]

@@ -1,0 +1,41 @@
+"""``docs/what-tutorials-say.md`` has the planner's figures and verdicts of today."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tutorials" / "tutorials.py"
+
+
+@pytest.fixture(scope="module")
+def tutorials() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tutorials", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tutorials"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_the_planners(tutorials: ModuleType) -> None:
+    """After a change of the cost model: python benchmarks/tutorials/tutorials.py --write"""
+    assert tutorials.page() == tutorials.PAGE.read_text()
+
+
+def test_each_claim_has_a_verdict(tutorials: ModuleType) -> None:
+    sections = tutorials.PAGE.read_text().split("\n## ")[1:-1]
+    assert len(sections) == len(tutorials.CLAIMS) >= 8
+    for section in sections:
+        assert "\n| " in section and any(f"**{word}" in section for word in ("True", "False", "Half true", "16 and 18"))
+
+
+def test_a_verdict_follows_its_figures(tutorials: ModuleType) -> None:
+    rows, found = tutorials.fitting(tutorials.SMALL, "8xB200", ("ddp",), 512)
+    assert found["ddp"].fits and "| yes |" in rows
+    assert tutorials.verdict(True, "a", "b") == "**True**: a"
+    assert tutorials.verdict(False, "a", "b") == "**False**: b"
