@@ -6,6 +6,7 @@ import functools
 import gc
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -196,14 +197,31 @@ SAVING = Case("ddp", sleep_in="checkpoint")
 BETWEEN_STEPS = [STAGES_APART, SAVING]
 
 
+def thrice(test: Callable[[Case, Timing], None]) -> Callable[[Case], None]:
+    """Measure anew where ``test`` fails, twice at most: a busy machine is late anywhere, a wrong clock each time."""
+
+    def tried(case: Case) -> None:
+        for left in (2, 1, 0):
+            timing = timing_of(case) if left == 2 else Timing(**run_world(run, case.world, case)[0])
+            try:
+                return test(case, timing)
+            except AssertionError:
+                if not left:
+                    raise
+        return None
+
+    tried.__name__, tried.__doc__ = test.__name__, test.__doc__
+    return tried
+
+
 def name_of(case: Case) -> str:
     return f"{case.strategy}-{case.sleep_in}-{case.world}"
 
 
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.strategy}-{case.recompute}-{case.accum}")
-def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
-    timing = timing_of(case)
+@thrice
+def test_parts_add_up_and_only_those_that_there_are_told(case: Case, timing: Timing) -> None:
     assert timing.steps == STEPS - timing.warm_up == STEPS - 3
     told = {part: found for part, found in timing.parts.items() if found is not None}
     assert sum(found.mean_s for found in told.values()) == pytest.approx(timing.step_s, rel=1e-6)
@@ -229,8 +247,8 @@ def test_parts_add_up_and_only_those_that_there_are_told(case: Case):
 
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ALL_LATE, ids=name_of)
-def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
-    timing = timing_of(case)
+@thrice
+def test_what_all_ranks_do_is_found_where_they_do_it(case: Case, timing: Timing) -> None:
     found = timing.parts[case.sleep_in]
     assert found is not None and SLEEP <= found.low_s < SLEEP * 1.9
     assert timing.seconds("slowest_rank") < SLEEP / 2
@@ -238,8 +256,8 @@ def test_what_all_ranks_do_is_found_where_they_do_it(case: Case):
 
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("case", ONE_LATE, ids=name_of)
-def test_what_one_rank_does_is_waited_for_by_the_others(case: Case):
-    timing = timing_of(case)
+@thrice
+def test_what_one_rank_does_is_waited_for_by_the_others(case: Case, timing: Timing) -> None:
     waited, own = timing.parts["slowest_rank"], timing.parts[case.sleep_in]
     assert waited is not None and own is not None
     assert waited.highest_rank == 0 and SLEEP * 0.8 <= waited.high_s < SLEEP * 1.9
@@ -248,8 +266,9 @@ def test_what_one_rank_does_is_waited_for_by_the_others(case: Case):
 
 
 @pytest.mark.parametrize("case", UNASKED, ids=name_of)
-def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case):
-    timing, part = timing_of(case), UNASKED[case]
+@thrice
+def test_what_the_loop_did_not_ask_for_is_not_its_own_code(case: Case, timing: Timing) -> None:
+    part = UNASKED[case]
     found = timing.parts[part]
     assert found is not None and found.low_s >= SLEEP
     for another in {"forward", "backward", "clip", "optimizer", "other"} - {part}:

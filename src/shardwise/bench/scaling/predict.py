@@ -32,6 +32,7 @@ from shardwise.cost.time.collective_time import (
     CollectiveKind,
     Group,
     collective_s,
+    sharded_reduction,
     wire_share,
 )
 from shardwise.cost.time.estimate_time import CONTENTION, JITTER
@@ -170,7 +171,7 @@ class Links:
 
     def reduce_unit(self, message_bytes: float) -> float:
         """Seconds to reduce a sharded unit's gradients: scattered in its group, then over replicas."""
-        seconds = self.seconds("reduce_scatter", message_bytes)
+        seconds = self.seconds(sharded_reduction(self.cluster, self.calibration), message_bytes)
         if self.plan.dims.dp_replicate > 1:
             share = self.plan.dims.dp_shard * self.plan.dims.cp
             seconds += self.seconds("all_reduce", message_bytes / share, replicas=True)

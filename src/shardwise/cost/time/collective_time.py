@@ -187,6 +187,15 @@ def collective_s(
     return min([fit.latency_s + wire / fit.bus_bytes_per_s for fit in fits])
 
 
+def sharded_reduction(cluster: ClusterSpec, calibration: Calibration | None) -> CollectiveKind:
+    """Collective that sharded gradients are reduced with: over gloo an exchange (`parallel.data_parallel`).
+
+    A calibration without exchanges leaves the reduce_scatter, up to twice as long.
+    """
+    exchanges = calibration is not None and any(one.kind == "all_to_all" for one in calibration.measured)
+    return "all_to_all" if cluster.device == "cpu" and exchanges else "reduce_scatter"
+
+
 def wire_share(kind: CollectiveKind, ranks: int) -> float:
     """Fraction of the message that crosses each link of a ring: bus over algorithm bandwidth."""
     return _share(kind, ranks)

@@ -401,7 +401,7 @@ def _unit_traffic(
     ranks = dims.dp_shard * dims.cp
     gathered = min(width * time.elements, time.at_rest_bytes)
     gather = machine.collective_s("all_gather", gathered, ranks, inner)
-    reduce = machine.collective_s("reduce_scatter", sent * time.trainable, ranks, inner)
+    reduce = machine.reduce_scatter_s(sent * time.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
         reduce += machine.collective_s("all_reduce", sent * time.trainable / ranks, dims.dp_replicate, outer)

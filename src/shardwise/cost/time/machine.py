@@ -146,6 +146,11 @@ class Machine:
             kind, message_bytes, group, self.cluster, sharing=sharing, calibration=self.calibration
         )
 
+    def reduce_scatter_s(self, message_bytes: float, ranks: int, per_node: int) -> float:
+        """Seconds to reduce ``message_bytes`` of sharded gradients, by the collective that does it here."""
+        kind = collectives.sharded_reduction(self.cluster, self.calibration)
+        return self.collective_s(kind, message_bytes, ranks, per_node)
+
 
 def in_step(gpu: GpuSpec) -> tuple[float, float, float, float]:
     """Factors in a training step: products, attention, memory-bound kernels, tp collectives."""
