@@ -279,6 +279,7 @@ def test_a_misspelt_key_and_odd_rotations_are_said(configuration: Callable[..., 
         ["--strategy", "fsdp+tp" + "9" * 5000],
         ["--seq-len", "99999999999"],
         ["--global-batch", "9999999999999999999"],
+        ["--tokens", "1e30"],
         ["-o", "x" * 5000],
     ],
 )
