@@ -152,6 +152,8 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
     "model config wants code": (llama(auto_map={"AutoConfig": "evil.Config"}), LLAMA_WORDS),
     "model config is not json": ({"llama.json": "[]"}, LLAMA_WORDS),
     "plan is a list": ({"plan.json": "[]"}, ["--plan", "plan.json"]),
+    "plan is empty": ({"plan.toml": ""}, ["--plan", "plan.toml"]),
+    "plan is a config": ({"plan.toml": "[model]\n[train]\n"}, ["--plan", "plan.toml"]),
     "plan is bad": (
         {"plan.json": '{"strateggy": "ddp", "strategy": "fsdb", "dims": {"tq": 0}, "micro_batch": "two"}'},
         ["--plan", "plan.json"],

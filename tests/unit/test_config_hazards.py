@@ -279,17 +279,15 @@ def test_a_misspelt_key_and_odd_rotations_are_said(configuration: Callable[..., 
         ["--strategy", "fsdp+tp" + "9" * 5000],
         ["--seq-len", "99999999999"],
         ["--global-batch", "9999999999999999999"],
+        ["--tokens", "1e30"],
         ["-o", "x" * 5000],
     ],
 )
-def test_questions_that_cannot_be_answered_end_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_that_cannot_be_answered_end_with_2(words: list[str]) -> None:
     try:
         app(["plan", "gpt2", *words], prog_name="shardwise")
         ended = 0
     except UserError as error:
         ended = error.exit_code
         assert len(str(error)) < 12_000
-    except SystemExit as end:
-        ended = int(end.code or 0)
-        assert "Input should be less than or equal to" in capsys.readouterr().err
     assert ended == 2

@@ -256,3 +256,10 @@ def test_a_path_that_no_file_can_have_is_left_to_the_user(path: str) -> None:
 def test_a_model_that_is_a_list_is_refused() -> None:
     with pytest.raises(PlanError, match=r"base_model is .*must be the folder of a model"):
         import_file("axolotl", {**FULL["axolotl"], "base_model": ["m"]}, ranks=1, device="cpu", here="cpu", given={})
+
+
+@pytest.mark.parametrize("name", ["empty.yaml", "empty.toml"])
+def test_an_empty_file_is_called_empty(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("")
+    with pytest.raises(PlanError, match="is empty; give the configuration file of a trainer"):
+        read_file(tmp_path / name)

@@ -62,13 +62,25 @@ class TestPriceFile:
             read_prices(file, gpu_names())
         assert len(raised.value.problems) == 2 and "'cheap'; it must be dollars" in raised.value.problems[0]
 
+    def test_a_misspelt_setting_is_named_beside_a_wrong_one(self, tmp_path):
+        file = tmp_path / "prices.toml"
+        file.write_text("interuptions_per_day = 3\nyears = 0\n")
+        with pytest.raises(UserError) as raised:
+            read_prices(file, gpu_names())
+        assert [line.partition(": ")[2] for line in raised.value.problems] == [
+            "years is 0; it must be above 0 and at most 100",
+            "no GPU or setting is called 'interuptions_per_day' (did you mean 'interruptions_per_day'?)",
+        ]
+
     def test_unknown_name(self, tmp_path):
         file = tmp_path / "prices.toml"
         file.write_text("A100-80BG = 1\n")
-        with pytest.raises(UserError, match="no GPU is called 'A100-80BG'"):
+        with pytest.raises(UserError, match="no GPU or setting is called 'A100-80BG'"):
             read_prices(file, ("A100-80GB",))
 
-    @pytest.mark.parametrize(("text", "says"), [(None, "No such file"), ("A100 80 = 1", "is not TOML")])
+    @pytest.mark.parametrize(
+        ("text", "says"), [(None, "No such file"), ("A100 80 = 1", "is not TOML"), ("#", "is empty")]
+    )
     def test_no_file(self, tmp_path, text, says):
         file = tmp_path / "prices.toml"
         if text:

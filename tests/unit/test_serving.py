@@ -67,9 +67,10 @@ def test_more_sequences_read_the_weights_together() -> None:
 def test_the_most_that_fit_do_and_one_more_does_not() -> None:
     most = find_serving(request()).options[0].most
     assert most is not None
-    last = find_serving(request(concurrency=most)).options[0].most
-    assert last is not None and find_serving(request(concurrency=last)).recommended == 0
+    assert find_serving(request(concurrency=most)).recommended == 0
     assert find_serving(request(concurrency=most + 1)).recommended is None
+    far = find_serving(request(concurrency=2**20))
+    assert far.options[0].most == most and f"--concurrency {most} with tp=1" in far.advice
 
 
 def test_what_is_advised_fits() -> None:

@@ -71,6 +71,8 @@ def test_a_catalogue_of_skypilots_schema(tmp_path: Path) -> None:
         ("a,b\n1,2\n", ["no column InstanceType, AcceleratorName, AcceleratorCount, Price, Region"]),
         (HEAD + "x,H100,8,cheap,,a\ny,H100,8,-1,,a\n", ["line 2: Price is 'cheap'", "line 3: Price is '-1'"]),
         ("", ["no column InstanceType"]),
+        (HEAD, ["no instance to plan for: no row has a GPU"]),
+        (HEAD + "x,T9000,8,3,,a\n", ["no instance to plan for: the hardware table lacks T9000"]),
     ],
 )
 def test_mistakes_in_a_catalogue_at_once(tmp_path: Path, text: str, words: list[str]) -> None:
@@ -166,5 +168,7 @@ def test_a_price_file_states_restarts(tmp_path: Path) -> None:
 
 
 def test_an_instance_of_no_gpus_is_left_out(tmp_path: Path) -> None:
-    assert catalogue(tmp_path, "odd,H100,0,1,,a\n").instances == ()
+    with pytest.raises(UserError, match="no row has a GPU"):
+        catalogue(tmp_path, "odd,H100,0,1,,a\n")
+    assert "odd" not in {one.name for one in catalogue(tmp_path, ROWS + "odd,H100,0,1,,a\n").instances}
     assert isinstance(catalogue(tmp_path).instances[0], Instance)

@@ -53,6 +53,8 @@ class _Verb(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # typer has the class of an option that does not exist under a private name
+            if wrong := _number_problem(error):
+                raise UserError(wrong) from None
             known = any(parameter.name == "overrides" for parameter in self.params) and hasattr(error, "possibilities")
             if not known:
                 raise
@@ -64,6 +66,18 @@ class _Verb(TyperCommand):
             if hint is None:
                 raise
             raise UserError(hint) from None
+
+
+def _number_problem(error: Exception) -> str:
+    """Say which option's value is not a number of its range; empty where the error is another."""
+    param, errors = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if param is None or errors is None:
+        return ""
+    low, high, first = getattr(param, "min", None), getattr(param, "max", None), errors()[0]
+    if low is None and high is None and not first["type"].startswith(("int_", "float_")):
+        return ""
+    span = f" from {low} to {high}" if None not in (low, high) else "" if low is None else f", {low} or more"
+    return f"{param.opts[0]} '{first['input']!s:.20}' must be a number{span}"
 
 
 def _imported(words: str) -> TyperCommand:

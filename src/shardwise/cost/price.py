@@ -189,6 +189,8 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         raise UserError(f"--price '{path}': {error.strerror}; give the path of a TOML file with NAME = $/h") from None
     except ValueError as error:
         raise UserError(f"--price '{path}' is not TOML: {error}; write lines such as A100-80GB = 1.89") from None
+    if not data:
+        raise UserError(f"--price '{path}' is empty; write lines such as A100-80GB = 1.89")
     numbers = {key: data.pop(key, usual) for key, usual in NUMBERS.items()}
     spot, buy = data.pop("spot", {}), data.pop("buy", {})
     for key, table in (("spot", spot), ("buy", buy)):
@@ -210,9 +212,9 @@ def read_prices(path: Path, known: tuple[str, ...] = ()) -> Prices:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < float("inf")):
             problems.append(f"--price '{path}': {key} is {value!r}; it must be a number, 0 or more")
-    if known and not problems:
+    if known:
         problems += [
-            f"--price '{path}': no GPU is called '{name}'{did_you_mean(name, known)}"
+            f"--price '{path}': no GPU or setting is called '{name}'{did_you_mean(name, (*known, *NUMBERS))}"
             for table in tables.values()
             for name in table
             if not _same(name, known)

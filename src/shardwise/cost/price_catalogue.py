@@ -52,24 +52,31 @@ def read_catalogue(path: Path | None = None) -> PriceCatalogue:
     """Read a catalogue; without a path the one that ships.
 
     Raises:
-        UserError: the file cannot be read, lacks a column, or has values that are not numbers; all of them at once.
+        UserError: the file cannot be read, lacks a column, has no GPU that is known, or values that are not numbers.
     """
     if path is None:
         return _shipped()
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), reader.fieldnames or ()
     except OSError as error:
         raise UserError(f"--prices '{path}': {error.strerror}; give the path of a CSV file") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--prices '{path}' is not CSV: {error}; its columns are {', '.join(NEEDED)}") from None
-    missing = [name for name in NEEDED if not rows or name not in rows[0]]
+    missing = [name for name in NEEDED if name not in columns]
     if missing:
         raise UserError(
             f"--prices '{path}' has no column {', '.join(missing)}; the columns are those of SkyPilot's vms.csv: "
             f"{', '.join(NEEDED)}, and SpotPrice if there is one"
         )
-    return _catalogue(rows, f"--prices '{path}'", path.stem, str(path))
+    catalogue = _catalogue(rows, f"--prices '{path}'", path.stem, str(path))
+    if not catalogue.instances:
+        why = f"the hardware table lacks {', '.join(catalogue.unknown)}" if catalogue.unknown else "no row has a GPU"
+        raise UserError(
+            f"--prices '{path}' has no instance to plan for: {why}; shardwise plan --list gpus prints the names of GPUs"
+        )
+    return catalogue
 
 
 @lru_cache(maxsize=1)

@@ -215,7 +215,11 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"plan '{path}': {error.strerror or error}; give the path of a plan file") from None
     except ValueError as error:
         raise PlanError(f"plan '{path}' is not readable: {error}") from None
+    if data == {}:
+        raise PlanError(f"plan '{path}' is empty; make one with: shardwise plan MODEL -o {path}")
     if isinstance(data, dict):
+        if {"model", "train"} <= data.keys():
+            raise PlanError(f"plan '{path}' is a config of train; plan it with: shardwise plan {path} -o NEW.toml")
         data.pop("question", None)  # the request of ``shardwise plan``, stored beside its answer for ``explain``
     problems: list[str] = []
     try:

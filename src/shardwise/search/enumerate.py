@@ -192,8 +192,9 @@ def misfits(
     ranks = strategy.tp * strategy.pp * strategy.cp
     if cluster.world_size % ranks:
         shown = " × ".join(f"{axis} {getattr(strategy, axis)}" for axis in DEGREES if getattr(strategy, axis) > 1)
+        product = f"{shown} = {ranks}" if " × " in shown else shown
         problems.append(
-            f"{shown} = {ranks} does not divide the {cluster.world_size} devices; "
+            f"{product} does not divide the {cluster.world_size} devices; "
             f"use degrees whose product divides {cluster.world_size}"
         )
     return problems + _optimizer_problems(strategy, workload, pins)

@@ -16,6 +16,7 @@ from shardwise.search.problem import default_precision
 
 LOSSES = ("plain", "fused")
 LONGEST = 2**27
+MOST_TOKENS = 1e18
 TYPES: dict[str, Any] = {
     "weights": WeightType,
     "accumulate": GradientType,
@@ -89,7 +90,7 @@ def read_count(text: str) -> float:
     """Parse ``1e12``, ``300B`` or ``1.5T`` to a number.
 
     Raises:
-        UserError: it is not a number, or not above 0.
+        UserError: it is not a number, not above 0, or above `MOST_TOKENS`.
     """
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     digits, unit = (text[:-1], units[text[-1].lower()]) if text[-1:].lower() in units else (text, 1.0)
@@ -97,8 +98,10 @@ def read_count(text: str) -> float:
         number = float(digits.replace("_", "")) * unit
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"--tokens '{text}' must be a positive number; write it as 1e12, 300B or 1.5T")
+    if not 0 < number <= MOST_TOKENS:
+        raise UserError(
+            f"--tokens '{text:.20}' must be a number above 0, at most {MOST_TOKENS:g}; write it as 1e12, 300B or 1.5T"
+        )
     return number
 
 
@@ -113,5 +116,7 @@ def read_length(text: str | None, option: str = "--seq-len") -> int | None:
     digits, times = (text[:-1], 1024) if text[-1:].lower() == "k" else (text, 1)
     number = int(digits) * times if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
     if not 1 <= number <= LONGEST:
-        raise UserError(f"{option} '{text:.20}' must be from 1 to {LONGEST} tokens; write 4096, or 4k for it")
+        raise UserError(
+            f"{option} '{text:.20}' must be a whole number of tokens from 1 to {LONGEST}; write 4096, or 4k for it"
+        )
     return number

@@ -147,12 +147,12 @@ def _option(request: ServingRequest, tp: int) -> ServingOption:
     each = -(-request.concurrency // replicas)
     weights = served_weights(profile, request.quant, tp)
     sequence = cache.sequence_bytes(request.context, request.kv_itemsize, tp)
-    workspace = workspace_bytes(profile, request.context, each, tp)
+    shared, with_one, workspace = (workspace_bytes(profile, request.context, n, tp) for n in (0, 1, each))
     memory = cluster.device_memory_bytes
     usable = None if memory is None else int(memory * ENGINE_SHARE)
     most = None
     if usable is not None:
-        most = replicas * max(0, int((usable - weights.held_bytes - workspace) // max(1, sequence)))
+        most = replicas * max(0, int((usable - weights.held_bytes - shared) // max(1, sequence + with_one - shared)))
     option = ServingOption(
         tp=tp,
         replicas=replicas,

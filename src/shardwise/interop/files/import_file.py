@@ -84,6 +84,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise PlanError(f"'{path}': {error.strerror or error}; give the path of a configuration file") from None
     except ValueError as error:
         raise PlanError(f"'{path}' is not readable: {error}; repair it there") from None
+    if found is None or found == {}:
+        raise PlanError(f"'{path}' is empty; give the configuration file of a trainer")
     if not isinstance(found, dict):
         raise PlanError(f"'{path}' is a {type(found).__name__}, not a table of keys")
     return found
