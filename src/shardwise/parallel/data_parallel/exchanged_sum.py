@@ -85,11 +85,11 @@ class ExchangedSum(ReduceScatter):
         return (
             not self._pending.reads_at_once
             and dtype in DIVIDED_HERE
+            and unit._orig_dtype == dtype  # beside masters, another than its parameters'
             and not isinstance(unit.mesh_info, DDPMeshInfo)
             and unit._all_reduce_hook is None
             and all(
-                one.orig_dtype == dtype
-                and one.sharded_param.grad is None
+                one.sharded_param.grad is None
                 and not one.offload_to_cpu
                 and not one.sharded_param._post_accumulate_grad_hooks
                 for one in unit.fsdp_params
