@@ -111,7 +111,7 @@ def free_gathered(unit: FsdpUnit) -> None:
         work.wait()
     unit.group._all_gather_result = unit.state._state_ctx.iter_forward_root = None
     unit.state._training_state = unit.group._training_state = TrainingState.IDLE  # in a forward, some are kept
-    unit.module.reshard()
+    unit.state._modules[0].reshard()
 
 
 def needs_gradient(output: Any) -> bool:
