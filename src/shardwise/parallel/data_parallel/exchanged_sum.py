@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.exchange import begin_exchange
+from shardwise.errors import ModelError
 
 PART = "exposed_dp"
 DIVIDED_HERE = (torch.float32, torch.bfloat16)
@@ -71,7 +72,12 @@ class ExchangedSum(ReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Begin to sum the pieces of all ranks into ``output_tensor``; end at once what FSDP2 reads at once."""
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ModelError(
+                "set_gradient_divide_factor is not run over gloo, which has no sum with a factor; divide the loss"
+            )
         self._pending.finish()
+        output_tensor.fill_(torch.nan)  # for a hook that reads it before the backward has ended
         pieces = torch.empty_like(input_tensor)
         work = begin_exchange(pieces, input_tensor, group)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
@@ -85,11 +91,11 @@ class ExchangedSum(ReduceScatter):
         return (
             not self._pending.reads_at_once
             and dtype in DIVIDED_HERE
+            and unit._orig_dtype == dtype  # beside masters, another than its parameters'
             and not isinstance(unit.mesh_info, DDPMeshInfo)
             and unit._all_reduce_hook is None
             and all(
-                one.orig_dtype == dtype
-                and one.sharded_param.grad is None
+                one.sharded_param.grad is None
                 and not one.offload_to_cpu
                 and not one.sharded_param._post_accumulate_grad_hooks
                 for one in unit.fsdp_params

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
 from shardwise.parallel.data_parallel.unit_order import keep_order
@@ -135,15 +136,26 @@ def reshard(module: nn.Module) -> None:
     """Free the full parameters that a forward without a backward left gathered."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
+            group: Any = part._get_fsdp_state()._fsdp_param_group
+            if group is not None and group._training_state == TrainingState.FORWARD:
+                group._training_state = TrainingState.IDLE  # it raised, and FSDP2 keeps some in a forward
             part.reshard()
 
 
 def discard_gradients(outer: nn.Module) -> None:
-    """Discard every gradient, also the unreduced ones that FSDP2 keeps of earlier micro batches."""
+    """Discard every gradient, also the unreduced ones that FSDP2 keeps of earlier micro batches.
+
+    A forward or backward that raised is forgotten: FSDP2 would never end another backward.
+    """
     for module in outer.modules():
         if not isinstance(module, FSDPModule):
             continue
-        group = module._get_fsdp_state()._fsdp_param_group
+        state: Any = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        state._state_ctx.post_backward_final_callback_queued = False  # one that raised never ended
+        if group is not None:
+            group._training_state = TrainingState.IDLE
         for fsdp_param in group.fsdp_params if group is not None else ():
             fsdp_param.unsharded_accumulated_grad = None
             full = getattr(fsdp_param, "_unsharded_param", None)

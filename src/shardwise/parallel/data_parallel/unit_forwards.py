@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils import _pytree
 
 from shardwise.errors import ModelError, UserError
@@ -100,6 +102,16 @@ def has_gradient(p: Any) -> bool:
     full = getattr(p, "_unsharded_param", None)
     kept = p.unsharded_accumulated_grad is not None or p.sharded_param.grad is not None
     return kept or (full is not None and full.grad is not None)
+
+
+def free_gathered(unit: FsdpUnit) -> None:
+    """Free the weights of a unit, also those on their way, which FSDP2 would use in the next forward however old."""
+    work = unit.group._all_gather_result and unit.group._all_gather_result.all_gather_work
+    if isinstance(work, dist.Work):
+        work.wait()
+    unit.group._all_gather_result = unit.state._state_ctx.iter_forward_root = None
+    unit.state._training_state = unit.group._training_state = TrainingState.IDLE  # in a forward, some are kept
+    unit.state._modules[0].reshard()
 
 
 def needs_gradient(output: Any) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
 from shardwise.parallel.data_parallel.unit_forwards import (
     FsdpUnit,
@@ -33,6 +33,7 @@ from shardwise.parallel.data_parallel.unit_forwards import (
     UnitForward,
     View,
     backward_runs,
+    free_gathered,
     has_gradient,
     left_order,
     needs_gradient,
@@ -45,6 +46,10 @@ from shardwise.parallel.data_parallel.unit_forwards import (
 from shardwise.parallel.data_parallel.unit_stand_in import run_on_zeros
 
 _MARK = "_shardwise_unit_order"
+CUT_OFF = (
+    "the backward before this forward raised, and left some gradients unreduced, which would be added to the next; "
+    "leave the loop and go on with a new session.steps(...), which discards them"
+)
 
 
 class UnitOrder:
@@ -95,6 +100,7 @@ class UnitOrder:
 
     def begin_step(self) -> None:
         """Reset the state of the previous step, also of one that was interrupted."""
+        self._free_cut()
         self._now = self._active = None
         self._ended.clear()
         self._events.clear()
@@ -219,11 +225,19 @@ class UnitOrder:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if backward_runs():
             return
-        self._passes += 1
         trains = torch.is_grad_enabled()
+        if trains and any(u.state._state_ctx.post_backward_final_callback_queued for u in self.units[:1]):
+            raise UserError(CUT_OFF)
+        self._free_cut()
+        self._passes += 1
         self._now = Pass(self._passes, trains, learns=trains not in self._orders)
         for unit in self.units:
             unit.entry = None
+
+    def _free_cut(self) -> None:
+        """Free what a forward that raised left gathered."""
+        for unit in self.units if self._now is not None else ():
+            free_gathered(unit)
 
     def _enter(self, unit: FsdpUnit, module: nn.Module, args: Any) -> None:
         now, planned = self._now, None
