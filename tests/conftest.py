@@ -123,6 +123,7 @@ def _torch_state() -> dict[str, Any]:
     return {
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "process group": dist is not None and dist.is_available() and dist.is_initialized(),
     }
 

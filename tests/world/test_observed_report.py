@@ -398,10 +398,10 @@ def test_one_process_and_a_device_whose_clock_is_not_the_host(tmp_path: Path) ->
     """A model that is not on a CPU has the length of its step alone."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    shardwise.observe(model, optimizer, output=tmp_path / "one", on_receipt=lambda _: None)
-    for _ in range(2):
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
+    with shardwise.observe(model, optimizer, output=tmp_path / "one", on_receipt=lambda _: None):
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
     found = read(tmp_path / "one")
     assert found.timing.world_size == 1 and found.collectives == ()
     assert found.samples_per_s == pytest.approx(3 / found.timing.step_s)

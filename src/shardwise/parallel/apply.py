@@ -178,7 +178,7 @@ def _place_stages(
             units = [blocks[name] for name in spec.blocks if name in own]
             gather_ahead(stage, units, plan.prefetch)
             keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
-            overlap_over_gloo(stage, units, plan, meshes.data)
+            overlap_over_gloo(stage, plan, meshes.data)
         else:
             apply_autocast(stage, plan)
     parameters.note_ownership(stages, plan)

@@ -85,20 +85,6 @@ class ShardWriter(LossWriter):
         self.trace.free(output)
         return gathered
 
-    def _gather_forward(self, position: int, visit: Visit) -> list[int]:
-        """Trace a block's weights in forward; over gloo the next block's are on their way while it runs."""
-        if self.s.layout.is_cuda or visit.number > 1:
-            return self._gather([visit.piece], ahead=self.s.layout.is_cuda, number=visit.number)
-        gathered = self._take_fetched(visit)
-        self._prefetch_forward(position + 1)
-        return gathered
-
-    def _prefetch_forward(self, position: int) -> None:
-        after = [v for v in self.visits[position:] if self.s.pieces[v.piece].is_block and v.number == 1]
-        overlaps = not self.s.layout.is_cuda and self.s.layout.pp == 1
-        if after and overlaps and not self.fetched and not after[0].gathered:
-            self.fetched.append(self._send([after[0].piece]))
-
     def _prefetch(self, position: int) -> None:
         """Trace the all-gather of the next block in backward."""
         before = [v for v in self.visits[:position] if self.s.pieces[v.piece].is_block and v.number == 1]

@@ -151,11 +151,10 @@ class _Writer(ShardWriter):
         trace = self.trace
         if self.s.layout.shards and not self.root_gathered:
             self.root_gathered = self._gather(self.root, ahead=self.s.layout.is_cuda)
-            self._prefetch_forward(0)
-        for position, visit in enumerate(self.visits):
+        for visit in self.visits:
             is_block = self.s.pieces[visit.piece].is_block
             if self.s.layout.shards and is_block and not visit.gathered:
-                visit.gathered = self._gather_forward(position, visit)
+                visit.gathered = self._gather([visit.piece], ahead=self.s.layout.is_cuda, number=visit.number)
             visit.saved = self._forward_unit(visit)
             if is_block and not self.s.layout.keeps_weights:
                 trace.free(*visit.gathered)

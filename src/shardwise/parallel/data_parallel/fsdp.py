@@ -50,12 +50,12 @@ def apply_shard(
         accumulate_in_fp32(module)
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
-    overlap_over_gloo(module, blocks, plan, mesh)
+    overlap_over_gloo(module, plan, mesh)
     return module
 
 
-def overlap_over_gloo(root: nn.Module, blocks: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> None:
-    """Let gloo gather the next block and reduce the last one while a block computes.
+def overlap_over_gloo(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Let gloo gather the next block and reduce the last one while a block computes its backward.
 
     FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none. Stages of a pipeline have
     an order of their own, and only reduce by exchange.
@@ -67,8 +67,6 @@ def overlap_over_gloo(root: nn.Module, blocks: Sequence[nn.Module], plan: Plan, 
     exchange_sums(root, pipelined=pipelined)
     if not pipelined:
         root._set_unshard_async_op(True)
-        if plan.prefetch == 1:
-            gather_forward(root, [block for block in blocks if isinstance(block, FSDPModule)], 1)
 
 
 def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
@@ -108,17 +106,11 @@ def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], depth: int) -> No
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if depth < 2 or not isinstance(root, FSDPModule):
         return
-    gather_forward(root, sharded, depth)
     for index, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + depth])
         block.set_modules_to_backward_prefetch(sharded[max(0, index - depth) : index][::-1])
+    root.set_modules_to_forward_prefetch(sharded[:depth])
     root.set_modules_to_backward_prefetch(sharded[::-1][:depth])
-
-
-def gather_forward(root: FSDPModule, blocks: Sequence[FSDPModule], depth: int) -> None:
-    """Prefetch the weights of ``depth`` blocks ahead in forward."""
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + depth]))
-    root.set_modules_to_forward_prefetch(list(blocks[:depth]))
 
 
 def gathered_ahead(module: nn.Module) -> tuple[int, int]:
