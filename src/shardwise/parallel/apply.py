@@ -175,8 +175,7 @@ def _place_stages(
         if wraps:
             shard_unit(stage, plan, meshes.data, is_root=True, is_last_stage=stages.is_last(stage))
             own = stages.blocks_of(stage)
-            units = [blocks[name] for name in spec.blocks if name in own]
-            gather_ahead(stage, units, plan.prefetch)
+            gather_ahead(stage, [blocks[name] for name in spec.blocks if name in own], plan.prefetch)
             keep_order(stage, meshes.data, pipelined=plan.dims.pp > 1)
             overlap_over_gloo(stage, plan, meshes.data)
         else:

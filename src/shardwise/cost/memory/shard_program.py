@@ -48,7 +48,7 @@ class ShardWriter(LossWriter):
         trace, output = self.trace, -1
         if number == 1:
             output = self._send(group)
-            self.flat = self._waited()
+            self._await_gather()
         elif not self.s.layout.keeps_weights:
             return []
         full = [trace.alloc(size * number, BUFFERS) for i in group for size in self.s.weights[i].gathered]
@@ -71,16 +71,16 @@ class ShardWriter(LossWriter):
         trace.free(cast, *moved)
         return output
 
-    def _waited(self) -> int:
+    def _await_gather(self) -> None:
         """Free gloo's buffer of a gather: until somebody waits for it, it may live."""
         self.trace.free(self.flat)
-        return -1
+        self.flat = -1
 
     def _take_fetched(self, visit: Visit) -> list[int]:
         if visit.number > 1:
             return []
         output = self.fetched.pop() if self.fetched else self._send([visit.piece])
-        self.flat = self._waited()
+        self._await_gather()
         gathered = [self.trace.alloc(size, BUFFERS) for size in self.s.weights[visit.piece].gathered]
         self.trace.free(output)
         return gathered

@@ -77,12 +77,13 @@ class ExchangedSum(ReduceScatter):
                 "set_gradient_divide_factor is not run over gloo, which has no sum with a factor; divide the loss"
             )
         self._pending.finish()
-        output_tensor.fill_(torch.nan)  # for a hook that reads it before the backward has ended
         pieces = torch.empty_like(input_tensor)
         work = begin_exchange(pieces, input_tensor, group)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         self._pending.begin(work, pieces.view(group.size(), -1), input_tensor, output_tensor, divisor)
-        if op != dist.ReduceOp.AVG or not self._takes_views(input_tensor.dtype):  # a sum is divided at once
+        if op == dist.ReduceOp.AVG and self._takes_views(input_tensor.dtype):  # a sum is divided at once
+            output_tensor.fill_(torch.nan)  # for a hook that reads it before the backward has ended
+        else:
             self._pending.finish()
 
     def _takes_views(self, dtype: torch.dtype) -> bool:
