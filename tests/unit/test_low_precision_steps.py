@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.optim.low_precision import LowPrecisionAdamW, low_precision_notes, round_stochastically
+from shardwise.errors import ModelError
+from shardwise.optim.low_precision import Keeps, LowPrecisionAdamW, low_precision_notes, round_stochastically
 from shardwise.plan.plan import Plan
 
 
@@ -52,6 +54,31 @@ def test_small_updates_add_up_unless_they_are_rounded_to_nearest(keeps: str, mov
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert float(1.0 - weight.detach().float().mean()) == pytest.approx(0.1 * moves, abs=0.01)
+
+
+@pytest.mark.parametrize("keeps", ["masters", "kahan", "stochastic"])
+def test_pytorchs_own_state_dict_goes_on_bit_for_bit_and_keeps_what_it_kept(keeps: Keeps) -> None:
+    def steps(weight: nn.Parameter, optimizer: LowPrecisionAdamW, number: int) -> None:
+        for index in range(number):
+            weight.grad = torch.linspace(-1, 1, 64).to(torch.bfloat16) * (index + 1)
+            optimizer.step()
+
+    whole = nn.Parameter(torch.linspace(0.5, 2, 64).to(torch.bfloat16))
+    first = LowPrecisionAdamW([whole], lr=1e-3, keeps=keeps)
+    steps(whole, first, 3)
+    again = nn.Parameter(whole.detach().clone())
+    second = LowPrecisionAdamW([again], lr=1e-3, keeps=keeps)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    steps(whole, first, 3)
+    steps(again, second, 3)
+    assert torch.equal(whole, again)
+    for key, value in first.state[whole].items():
+        assert value.dtype == second.state[again][key].dtype and torch.equal(value, second.state[again][key]), key
+    other: Keeps = "kahan" if keeps == "stochastic" else "stochastic"
+    with pytest.raises(ModelError, match=f"is of {keeps}, and this run keeps {other}"):
+        LowPrecisionAdamW([again], keeps=other).load_state_dict(first.state_dict())
+    with pytest.raises(ModelError, match="is of plain AdamW"):
+        second.load_state_dict(torch.optim.AdamW([again]).state_dict())
 
 
 def test_what_pure_bf16_costs_is_said() -> None:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
 from shardwise.distributed.local_tensor import local_of
 from shardwise.errors import ConfigError, ModelError
 from shardwise.import_object import silence_bitsandbytes
+from shardwise.optim.each_parameter import EachParameter
 from shardwise.plan.optimizers import QUANTISED_BLOCK, QUANTISED_FROM
 
 BLOCK = QUANTISED_BLOCK
@@ -127,7 +127,7 @@ def require_bitsandbytes(what: str = "optimizer.name 'adamw8bit'") -> None:
         raise ConfigError(f"{what} needs bitsandbytes; install it with: pip install 'shardwise[qlora]'")
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(EachParameter):
     """AdamW with moments in 8 bits, for unsharded parameters and FSDP2 shards.
 
     ``state1`` and ``state2`` are laid out as the parameter: codes (uint8) with the scales of their blocks in
@@ -149,19 +149,6 @@ class AdamW8bit(Optimizer):
         require_bitsandbytes("AdamW8bit")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
-        return loss
 
     def tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantization tables of the first and second moment: 256 values each, fp32, ascending."""

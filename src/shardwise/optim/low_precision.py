@@ -10,7 +10,7 @@ number of ranks and after a resume. The plain case, bf16 with nearest rounding, 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from shardwise.distributed.local_tensor import local_of
 from shardwise.errors import ModelError, PlanError
 from shardwise.optim.adamw8bit import first_element
+from shardwise.optim.each_parameter import EachParameter
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import stores_low
 
@@ -31,7 +32,7 @@ _SLAB = 1 << 22  # elements that are stepped at once: their fp32 copies take 64 
 _HIGH = -65536  # mask of the 16 bits of an fp32 number that bf16 has
 
 
-class LowPrecisionAdamW(torch.optim.AdamW):
+class LowPrecisionAdamW(EachParameter, torch.optim.AdamW):
     """AdamW over bf16 parameters; ``keeps`` says what makes up for their few bits.
 
     Moments are bf16, rounded to nearest, or fp32 beside ``masters``.
@@ -51,19 +52,6 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         self.defaults["keeps"] = keeps
         for group in self.param_groups:
             group.setdefault("keeps", keeps)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group)
-        return loss
 
     def _step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         keeps, state = group["keeps"], self.state[parameter]
@@ -87,6 +75,26 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for tensor, one in zip(tensors, flat, strict=True):
             if tensor is not tensors[1] and one.numel() and one.data_ptr() != tensor.data_ptr():
                 tensor.copy_(one.view(tensor.shape))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state that keeps the same bits; PyTorch would cast fp32 state to its parameter's type.
+
+        Raises:
+            ModelError: the saved state keeps other bits.
+        """
+        groups = list(zip(state_dict["param_groups"], self.param_groups, strict=False))
+        for theirs, mine in groups:
+            if theirs.get("keeps") != mine["keeps"]:
+                raise ModelError(
+                    f"the saved optimizer state is of {theirs.get('keeps', 'plain AdamW')}, and this run keeps "
+                    f"{mine['keeps']}; load it under the weights and rounding that it was saved with"
+                )
+        super().load_state_dict(state_dict)
+        for theirs, mine in groups:
+            for number, parameter in zip(theirs["params"], mine["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    if value.dtype != self.state[parameter][key].dtype:
+                        self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
     def relayout(self, parameter: torch.Tensor, saved: Mapping[str, tuple[int, ...]], values: dict[str, Any]) -> None:
         """Refuse saved state that keeps other bits; the same state is laid out as its parameter everywhere.
