@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rules" / "rules.py"
+from tests.scripts import script
 
 
 @pytest.fixture(scope="module")
 def rules() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rules", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rules"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("rules", "rules/rules.py")
 
 
 def test_the_tables_are_the_planners(rules: ModuleType) -> None:

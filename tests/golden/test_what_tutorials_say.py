@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tutorials" / "tutorials.py"
+from tests.scripts import script
 
 
 @pytest.fixture(scope="module")
 def tutorials() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tutorials", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tutorials"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("tutorials", "tutorials/tutorials.py")
 
 
 def test_the_page_is_the_planners(tutorials: ModuleType) -> None:

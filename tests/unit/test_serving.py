@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,8 +13,7 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.kv_cache import load_kv_cache
 from shardwise.model.load_model import load_profile
 from shardwise.search.serving_options import ServingRequest, find_fitting, find_serving
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "inference" / "run.py"
+from tests.scripts import script
 
 
 def request(model: str = "llama-3.1-8b", cluster: str = "1xA100-80GB", context: int = 4096, **more) -> ServingRequest:
@@ -122,12 +118,7 @@ def test_what_limits_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def inference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("inference_run", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["inference_run"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("inference_run", "inference/run.py")
 
 
 def test_the_page_of_errors_is_that_of_the_model(inference: ModuleType) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
+from shardwise.parallel.data_parallel.unit_forwards import free_gathered
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, spread_experts
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
@@ -144,15 +145,12 @@ def discard_gradients(outer: nn.Module) -> None:
             continue
         state: Any = module._get_fsdp_state()
         group = state._fsdp_param_group
-        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
         state._state_ctx.post_backward_final_callback_queued = False  # one that raised never ended
-        if group is not None:
-            group._training_state = TrainingState.IDLE
         for fsdp_param in group.fsdp_params if group is not None else ():
             fsdp_param.unsharded_accumulated_grad = None
             full = getattr(fsdp_param, "_unsharded_param", None)
             if full is not None:
                 full.grad = None
-    reshard(outer)
+        free_gathered(module)
     for parameter in outer.parameters():
         parameter.grad = None

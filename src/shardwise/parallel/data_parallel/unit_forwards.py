@@ -104,14 +104,16 @@ def has_gradient(p: Any) -> bool:
     return kept or (full is not None and full.grad is not None)
 
 
-def free_gathered(unit: FsdpUnit) -> None:
+def free_gathered(module: FSDPModule) -> None:
     """Free the weights of a unit, also those on their way, which FSDP2 would use in the next forward however old."""
-    work = unit.group._all_gather_result and unit.group._all_gather_result.all_gather_work
-    if isinstance(work, dist.Work):
-        work.wait()
-    unit.group._all_gather_result = unit.state._state_ctx.iter_forward_root = None
-    unit.state._training_state = unit.group._training_state = TrainingState.IDLE  # in a forward, some are kept
-    unit.state._modules[0].reshard()
+    state: Any = module._get_fsdp_state()
+    state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+    if (group := state._fsdp_param_group) is not None:
+        work = group._all_gather_result and group._all_gather_result.all_gather_work
+        if isinstance(work, dist.Work):
+            work.wait()
+        group._all_gather_result, group._training_state = None, TrainingState.IDLE  # in a forward, some are kept
+    module.reshard()
 
 
 def needs_gradient(output: Any) -> bool:

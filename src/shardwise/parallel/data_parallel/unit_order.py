@@ -237,7 +237,7 @@ class UnitOrder:
     def _free_cut(self) -> None:
         """Free what a forward that raised left gathered."""
         for unit in self.units if self._now is not None else ():
-            free_gathered(unit)
+            free_gathered(unit.state._modules[0])
 
     def _enter(self, unit: FsdpUnit, module: nn.Module, args: Any) -> None:
         now, planned = self._now, None
