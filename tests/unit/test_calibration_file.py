@@ -18,6 +18,7 @@ from shardwise.cost.time.collective_time import (
     Measured,
     collective_s,
 )
+from shardwise.cost.time.machine import Machine
 from shardwise.errors import ConfigError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.cpu import cores_here, processor_name
@@ -100,6 +101,16 @@ def test_costs_are_read_off_the_measured_curve() -> None:
 def test_a_measured_reduce_scatter_is_not_doubled_again() -> None:
     """Gloo's sends as much as an all_reduce: the catalogue doubles it, what was measured has it already."""
     assert seconds(file_of(), "reduce_scatter", 100_000, Group(2, 2), CPUS) == pytest.approx(11e-3)
+
+
+def test_sharded_gradients_are_exchanged_over_gloo_and_scattered_elsewhere() -> None:
+    slow = [link(kind, median_s=(9e-3, 9e-3, 9e-3) if kind == "reduce_scatter" else MEDIANS) for kind in KINDS]
+    machine = Machine(CPUS, None, None, calibration=file_of(links=slow).calibration())
+    assert machine.reduce_scatter_s(10_000, 2, 2) == pytest.approx(2e-3)
+    before = file_of(links=[one for one in slow if one["collective"] != "all_to_all"]).calibration()
+    assert Machine(CPUS, None, None, calibration=before).reduce_scatter_s(10_000, 2, 2) == pytest.approx(9e-3)
+    gpus = file_of("cuda", links=slow).calibration()
+    assert Machine(A100S, None, None, calibration=gpus).reduce_scatter_s(10_000, 2, 2) == pytest.approx(9e-3)
 
 
 def test_noise_does_not_make_larger_messages_faster() -> None:
