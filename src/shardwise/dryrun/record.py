@@ -317,8 +317,6 @@ def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bo
             recorder.hold(size, "buffers")
         elif gloo and field == "reduce_scatter" and not sums:
             recorder.moment(size, "buffers")
-    elif name == "split_with_sizes_copy":  # FSDP2 has waited for a gather
-        recorder.release()
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":
             recorder.see(tensor.untyped_storage())
@@ -391,10 +389,11 @@ def fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def naming_shards(recorder: StorageRecorder) -> Iterator[None]:
-    """Categorize gradients in FSDP2's reduction as buffers, inside the context."""
+    """Categorize gradients in FSDP2's reduction as buffers, and end what a gather holds where it is waited for."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 
     reduce = getattr(group, "foreach_reduce")  # noqa: B009
+    copy_out = getattr(group, "foreach_all_gather_copy_out")  # noqa: B009
 
     def named(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.name(gradients, "buffers")
@@ -403,7 +402,11 @@ def naming_shards(recorder: StorageRecorder) -> Iterator[None]:
         recorder.name_numbers(recorder.live_since(first), "buffers")
         return result
 
-    with swapped(group, "foreach_reduce", named):
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        recorder.release()
+        return copy_out(*args, **kwargs)
+
+    with swapped(group, "foreach_reduce", named), swapped(group, "foreach_all_gather_copy_out", waited):
         yield
 
 
