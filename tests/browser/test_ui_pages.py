@@ -88,7 +88,7 @@ def test_runs_are_marked_and_compared(ui):
     with browser() as chromium:
         chromium.driver.get(found.url)
         chromium.wait("return document.querySelector('h1')?.textContent === 'Runs'")
-        assert chromium.run("return document.querySelector('button').disabled")
+        chromium.wait("return document.querySelector('button').disabled")  # the script runs after the page is read
         assert "<script>alert" in chromium.run("return document.body.innerText")
         assert "symbolic link" in chromium.run("return document.body.innerText")
         chromium.run("for (const box of document.querySelectorAll('input')) box.click()")
