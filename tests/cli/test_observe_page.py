@@ -18,8 +18,9 @@ from tests.commands import shardwise as run_command
 SCRIPTS = {
     "observe.md": ("loop.py", "timed.py", "gradients.py"),
     "trainer.md": ("trainer.py",),
+    "trl.md": ("sft.py",),
     "accelerate.md": ("accelerated.py",),
-    "lightning.md": ("fit.py",),
+    "lightning.md": ("fit.py", "lightning_loop.py"),
     "fabric.md": ("fabric_loop.py",),
     "deepspeed-engine.md": ("engine.py",),
 }
