@@ -18,6 +18,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import generations
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import Architecture
+from shardwise.model.convnet import RESNET_50, convnet_profile
 from shardwise.model.lora import with_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import profile_of
@@ -319,6 +320,21 @@ def test_throughput_and_utilisation_are_of_the_step() -> None:
     found = predict("fsdp", micro_batch=2, grad_accum=3)
     assert found.tokens_per_s_per_device == pytest.approx(6 * 4096 / found.step_s)
     assert found.mfu is not None and 0.3 < found.mfu < 0.75
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "images_per_s"),
+    [
+        ("A100-80GB", "bf16", 2470),  # NVIDIA DeepLearningExamples, PyTorch ResNet50 v1.5, container 21.03, AMP
+        ("V100-16GB", "fp16", 1200),  # the same table
+        ("RTX-3090", "bf16", 1181.9),  # server-gear.com, tf_cnn_benchmarks, fp16, batch 256
+        ("RTX-4090", "bf16", 1776.4),  # the same page
+    ],
+)
+def test_a_resnet_passes_its_images_through_memory_once_a_layer(gpu: str, precision: str, images_per_s: float) -> None:
+    found = predict("ddp", f"1x{gpu}", convnet_profile(RESNET_50), micro_batch=256, precision=precision)
+    assert found.tokens_per_s_per_device is None and found.samples_per_s_per_device is not None
+    assert 0.65 < found.samples_per_s_per_device / images_per_s < 1.05
 
 
 def test_measured_rates_take_the_place_of_the_table() -> None:

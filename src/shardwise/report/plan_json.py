@@ -160,7 +160,8 @@ class CandidateEntry(Facts):
     step_time_low_s: float | None
     step_time_high_s: float | None
     time_parts_s: TimeParts | None
-    tokens_per_s_per_device: float | None
+    samples_per_s_per_device: float | None
+    tokens_per_s_per_device: float | None = Field(description="null where a sample is no sequence")
     mfu: float | None
     hours: float | None
     cost: float | None
@@ -340,6 +341,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
             offload=time.offload_s,
             host=time.host_s,
         ),
+        samples_per_s_per_device=time.samples_per_s_per_device if time else None,
         tokens_per_s_per_device=speed,
         mfu=time.mfu if time else None,
         hours=candidate.hours,

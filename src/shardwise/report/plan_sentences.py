@@ -40,8 +40,9 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> li
     if time is None:
         lines.append(f"{needs}; its speed is unknown, so simplicity decided.")
     else:
-        rate = time.tokens_per_s_per_device
-        speed = "" if rate is None else f", {number_text(rate)} tokens/s a device"
+        tokens, samples = time.tokens_per_s_per_device, time.samples_per_s_per_device
+        rate, noun = (samples, "samples") if tokens is None else (tokens, "tokens")
+        speed = "" if rate is None else f", {number_text(rate)} {noun}/s a device"
         mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)}"
         lines.append(f"{needs}, and a step takes {seconds_text(time.step_s)} ({span} in 8 of 10 cases){speed}{mfu}.")

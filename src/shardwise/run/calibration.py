@@ -25,7 +25,7 @@ SECONDS = (
     *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),
     *("exposed_ep_s", "pipeline_s", "optimizer_s", "offload_s", "host_s"),
 )
-RATES = ("tokens_per_s_per_device", "mfu")
+RATES = ("samples_per_s_per_device", "tokens_per_s_per_device", "mfu")
 
 
 def read_links(path: Path, cluster: ClusterSpec) -> tuple[CalibrationFile, list[str]]:

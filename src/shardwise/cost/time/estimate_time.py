@@ -147,6 +147,7 @@ def step_time(
         low_s=total * low,
         high_s=total * high,
         **parts,
+        samples_per_s_per_device=samples,
         tokens_per_s_per_device=samples * profile.seq_len if profile.seq_len else None,
         mfu=None if utilisation is None else utilisation * samples,
         calibrated="measured rates" if rates is not None else _calibration_text(machine),

@@ -63,17 +63,28 @@ def known(gpu: GpuSpec | None, precision: str = "bf16") -> bool:
 
 
 def matmul_s(
-    gpu: GpuSpec, m: int, k: int, n: int, *, precision: str = "bf16", batch: int = 1, accumulate: bool = False
+    gpu: GpuSpec,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    precision: str = "bf16",
+    batch: int = 1,
+    accumulate: bool = False,
+    operands: bool = True,
 ) -> float:
     """Seconds of ``batch`` products of (m × k) and (k × n); nan where `known` is false.
 
     ``accumulate`` adds into an fp32 result that is read and written, as fused weight gradients do; otherwise the result
-    is written once in ``precision``, an fp8 product's in 16 bits. Casting the operands to fp8 is not included.
+    is written once in ``precision``, an fp8 product's in 16 bits. Casting the operands to fp8 is not included. Without
+    ``operands`` the memory that operands and result pass through is left out: a convolution's never have that shape.
     """
     machine = _machine(gpu, precision)
     if machine is None:
         return math.nan
-    return _matmul_s(machine, m, k, n, batch, accumulate, machine.found.operand) if m and k and n and batch else 0.0
+    if not (m and k and n and batch):
+        return 0.0
+    return _matmul_s(machine, m, k, n, batch, accumulate, machine.found.operand if operands else math.inf)
 
 
 def attention_s(
@@ -180,6 +191,7 @@ def _machine_of(
 @lru_cache(maxsize=65536)
 def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate: bool, operand: float) -> float:
     found, cores = machine.found, machine.multiprocessors
+    start = min(found.ramp, k) if operand == math.inf else found.ramp  # a short filter's next tile is loaded meanwhile
     shortest = math.inf
     for rows, columns, halvings in TILES:
         tiles = -(-m // rows) * -(-n // columns) * batch / cores
@@ -187,7 +199,7 @@ def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate:
         for parts in SPLITS if tiles < 2 else (1,):
             waves = tiles * parts
             waves = found.wave * math.ceil(waves) + (1 - found.wave) * max(waves, 1.0)
-            ramp = found.ramp * (1 if parts == 1 else 2)  # and the parts are added up
+            ramp = start * (1 if parts == 1 else 2)  # and the parts are added up
             shortest = min(shortest, waves * area * (k / parts + ramp))
     shape = 2 * shortest * cores / machine.burst
     sustained = 2.0 * m * k * n * batch / machine.sustained

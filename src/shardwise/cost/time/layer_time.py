@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.cost.flops import attention_square_flops, recomputed
 from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
 from shardwise.cost.time.kernels import AttentionKernel
-from shardwise.cost.time.machine import Machine
+from shardwise.cost.time.machine import Machine, larger
 from shardwise.model.profile import Op, Unit, Weight
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.traffic import REPEATED_DISPATCHES
@@ -187,6 +187,8 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
         if op.experts:
             return _experts_s(machine, op, depth, columns, split, precision)
+        if op.kind == "conv":
+            return _convolution_s(machine, op, rows, depth, columns, precision, _moved_s(machine, unit, op, split))
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
         if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
             weights = depth * columns if split.casts_weights else 0.0
@@ -195,13 +197,27 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
             bf16_ahead, bf16_back = _products_s(machine, op, rows, depth, columns, "bf16")
             if bf16_ahead + bf16_back < ahead + back:
                 ahead, back = bf16_ahead, bf16_back
-        extra = _moved_s(machine, unit, op, split) if op.moved or op.moved_fp32 else 0.0
-        return (ahead + extra, back + extra) if op.kind == "conv" else (ahead, back)
+        return ahead, back
     if op.kind == "attention":
         return _attention_s(machine, op, split, backward=False), _attention_s(machine, op, split, backward=True)
     moved = _moved_s(machine, unit, op, split)
     linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
     return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
+
+
+def _convolution_s(
+    machine: Machine, op: Op, rows: float, depth: float, columns: float, precision: Precision, moved_s: float
+) -> tuple[float, float]:
+    """Seconds of a convolution forward and backward: its implicit GEMMs or its images through memory, the longer ones.
+
+    A kernel gathers the rows of the product in a multiprocessor's own memory, so that each pixel passes through
+    device memory once, not once for each place of the filter. The gradients of input and weight move as much each.
+    """
+    kind: Precision = "bf16" if precision == "fp8" else precision
+    shapes = [(rows, depth, columns), (rows, columns, depth), *([(depth, rows, columns)] if op.weight else [])]
+    seconds = [machine.matmul_s(*shape, kind, operands=False) for shape in shapes]
+    ahead, *back = (larger(one, moved_s) if moved_s else one for one in seconds)
+    return ahead, sum(back)
 
 
 def _experts_s(

@@ -53,14 +53,15 @@ class Machine:
     rates: Rates | None
     calibration: Calibration | None = None
 
-    def matmul_s(self, m: float, k: float, n: float, precision: str, *, batch: int = 1) -> float:
-        """Seconds of ``batch`` products (m × k) · (k × n)."""
+    def matmul_s(self, m: float, k: float, n: float, precision: str, *, batch: int = 1, operands: bool = True) -> float:
+        """Seconds of ``batch`` products (m × k) · (k × n); ``operands`` as in `kernels.matmul_s`."""
         if not (m and k and n):
             return 0.0
         if self.rates is not None:
             return 2.0 * batch * m * k * n / self.rates.flops_per_s
         assert self.gpu is not None
-        seconds = kernels.matmul_s(self.gpu, math.ceil(m), math.ceil(k), math.ceil(n), precision=precision, batch=batch)
+        m, k, n = math.ceil(m), math.ceil(k), math.ceil(n)
+        seconds = kernels.matmul_s(self.gpu, m, k, n, precision=precision, batch=batch, operands=operands)
         seconds *= in_step(self.gpu)[0]
         limit = lasting_flops(self.gpu) if precision in ("bf16", "fp16") else None
         if limit is not None:
@@ -68,7 +69,7 @@ class Machine:
         if precision not in self.gpu.measured_flops:
             seconds *= power_factor(self.gpu)
         if precision in ("bf16", "fp16"):
-            seconds *= MISALIGNED.get(math.gcd(math.ceil(k), math.ceil(n), 8), 1.0)
+            seconds *= MISALIGNED.get(math.gcd(k, n, 8), 1.0)
         return seconds
 
     def cast_s(self, elements: float) -> float:

@@ -29,6 +29,7 @@ class StepTime(BaseModel):
     optimizer_s: float = 0.0
     offload_s: float = 0.0
     host_s: float = 0.0
+    samples_per_s_per_device: float | None = None
     tokens_per_s_per_device: float | None = None
     mfu: float | None = None
     calibrated: str = ""
