@@ -96,9 +96,10 @@ class TestAccelerate:
         assert lost(found.lost, "reduction in fp32", "recompute selective", "loss_chunks 4", "prefetch 2")
         assert lost(export_accelerate(plan_of(device="cpu"), None).lost, "runs DDP on a CPU")
 
-    @pytest.mark.parametrize("strategy", ["zero1", "fsdp+pp2"])
+    @pytest.mark.parametrize("strategy", ["zero1", "fsdp+pp2", "ddp+tp2", "ddp+cp2"])
     def test_without_an_equivalent(self, strategy: str) -> None:
         dims = {"pp": 2, "dp_shard": 4} if "pp" in strategy else {"dp_replicate": 8}
+        dims = {"dp_replicate": 4, strategy[4:6]: 2} if strategy.startswith("ddp+") else dims
         with pytest.raises(PlanError, match=r"Accelerate|accelerate"):
             export_accelerate(plan_of(strategy, dims=dims), None)
 
@@ -245,9 +246,19 @@ class TestTitan:
             kinds[table](**keys)
 
     def test_what_is_lost(self) -> None:
-        config = config_of(train={"steps": None, "epochs": 1, "z_loss": 1e-4}, optimizer={"name": "muon"})
+        train = {"steps": None, "epochs": 1, "z_loss": 1e-4}
+        config = config_of(model={"freeze": ["*embed*"]}, train=train, optimizer={"name": "muon"})
         found = export_titan(plan_of(device="cpu", loss_chunks=2), config, None)
-        assert lost(found.lost, "device cpu", "loss_chunks", "train.epochs", "train.z_loss", "muon", "no clipping")
+        assert lost(
+            found.lost,
+            "device cpu",
+            "loss_chunks",
+            "train.epochs",
+            "train.z_loss",
+            "muon",
+            "no clipping",
+            "model.freeze",
+        )
 
 
 def test_every_part_of_a_plan_is_kept_or_lost_somewhere() -> None:

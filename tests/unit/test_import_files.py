@@ -47,6 +47,7 @@ FULL: dict[str, dict[str, Any]] = {
         "output_dir": "o",
         "max_steps": 100,
         "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 10, "decay_type": "linear"},
         "fsdp": True,
         "eval_strategy": "steps",
     },
@@ -214,6 +215,87 @@ def test_what_a_file_means_against_what_it_says() -> None:
     for name, words in wanted.items():
         found = import_file(EXPECTED[name][0], read_file(FILES / name), ranks=8)
         assert any(words in line for line in found.means), name
+
+
+_TITAN_RESHARD = "parallelism.fsdp_reshard_after_forward"
+ODD: list[tuple[str, dict[str, Any], dict[str, Any] | str]] = [
+    # tool, keys over FULL or a plain file, and what the plan and the config have of them, or why they are refused
+    ("trainer", {"adam_beta1": 0.0}, {"optimizer.betas": [0.0, 0.999]}),
+    ("axolotl", {"adam_beta1": 0.0}, {"optimizer.betas": [0.0, 0.999]}),
+    ("trainer", {"lr_scheduler_type": "constant", "warmup_steps": 9}, {"optimizer.warmup_steps": None}),
+    ("trainer", {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"optimizer.warmup_steps": 9}),
+    ("axolotl", {"lr_scheduler": "constant", "warmup_steps": 9}, {"optimizer.warmup_steps": None}),
+    ("trainer", {"lr_scheduler_kwargs": {"num_decay_steps": 10}}, "decay_type is 'cosine'"),
+    ("trainer", {"lr_scheduler_kwargs": {"decay_type": "linear"}}, "num_decay_steps is missing"),
+    ("trainer", {"fsdp": "shard_grad_op auto_wrap offload"}, {"strategy": "zero2+offload"}),
+    ("trainer", {"fsdp": ["shard_grad_op"]}, {"strategy": "zero2"}),
+    ("trainer", {"fsdp": "shard_grad_op", "fsdp_config": {"reshard_after_forward": True}}, {"strategy": "fsdp"}),
+    ("trainer", {"fsdp": "hybrid_shard"}, "fsdp is 'hybrid_shard'"),
+    ("trainer", {"fsdp": "hybrid_shard", "fsdp_config": {"version": 1}}, {"strategy": "hsdp"}),
+    ("trainer", {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP", "version": 1}}, {"strategy": "fsdp"}),
+    ("trainer", {"torch_compile_backend": "inductor"}, {"compile": True}),
+    ("trainer", {"torch_compile_backend": "eager"}, "the compiler is inductor"),
+    ("trainer", {"num_train_epochs": 0, "max_steps": -1}, "train.epochs: got 0"),
+    ("axolotl", {"num_epochs": 0, "max_steps": -1}, "num_epochs is 0"),
+    ("axolotl", {}, {"precision": "bf16", "optimizer.warmup_steps": 3}),
+    ("axolotl", {"bf16": False}, {"precision": "fp32"}),
+    ("axolotl", {"warmup_ratio": 0.015}, {"optimizer.warmup_steps": 2}),
+    ("axolotl", {"fsdp": ["full_shard", "offload"]}, {"strategy": "fsdp+offload+lora"}),
+    ("axolotl", {"fsdp": ["hybrid_shard"]}, {"strategy": "hsdp+lora"}),
+    ("axolotl", {"dp_shard_size": 4}, "dp_shard 4 is not the world size 8"),
+    ("accelerate", {"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, "make 4 ranks"),
+    (
+        "accelerate",
+        {
+            "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False},
+            "parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4},
+        },
+        "replicas of shard groups are resharded here",
+    ),
+    (
+        "accelerate",
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json", "zero_stage": 3}},
+        "deepspeed_config.zero_stage is 3: Accelerate refuses it",
+    ),
+    ("torchtitan", {"parallelism": {"fsdp_reshard_after_forward": "allways"}}, f"{_TITAN_RESHARD} is 'allways'"),
+    (
+        "torchtitan",
+        {"parallelism": {"fsdp_reshard_after_forward": "never", "data_parallel_replicate_degree": 2}},
+        f"{_TITAN_RESHARD} is 'never'",
+    ),
+    ("torchtitan", {"parallelism": {"data_parallel_shard_degree": 4}}, "dp_shard 4 is not the world size 8"),
+    (
+        "torchtitan",
+        {"parallelism": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 4}},
+        "dp_replicate 4 × dp_shard 1 is not the world size 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "given", "wanted"), ODD)
+def test_an_odd_value_means_what_it_does_there(tool: str, given: dict[str, Any], wanted: dict[str, Any] | str) -> None:
+    document = {**FULL[tool], **given}
+    if isinstance(wanted, str):
+        with pytest.raises(PlanError) as caught:
+            import_file(tool, document, ranks=8, device="cuda")
+        assert any(wanted in problem for problem in caught.value.problems), caught.value.problems
+        return
+    found = import_file(tool, document, ranks=8, device="cuda")
+    have = {**found.plan.model_dump(), "strategy": str(found.plan.parsed), **found.keys}
+    assert {key: have.get(key) for key in wanted} == wanted
+
+
+def test_what_a_tool_does_by_itself_is_said() -> None:
+    for tool, given, words in (
+        ("trainer", {"save_steps": 5}, "all checkpoints are kept there"),
+        ("torchtitan", {"checkpoint": {"enable": True, "keep_latest_k": 0}}, "all checkpoints are kept there"),
+        ("torchtitan", {}, "with a pipeline, parameters stay gathered there"),
+        ("accelerate", {"distributed_type": "NO"}, "accelerate launch starts one process"),
+        ("axolotl", {}, "bf16 is left out, and is auto there"),
+        ("axolotl", {}, "3 % of the steps there"),
+    ):
+        found = import_file(tool, {**FULL[tool], **given}, ranks=8, device="cuda")
+        assert any(words in line for line in found.means), (tool, words)
 
 
 def test_what_is_not_run_is_refused_all_at_once() -> None:

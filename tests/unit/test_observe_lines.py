@@ -303,7 +303,9 @@ def test_mistakes_have_one_message() -> None:
 
 def arguments(**more: Any) -> Any:
     usual = {"fsdp": False, "fsdp_config": None, "bf16": False, "fp16": False, "gradient_accumulation_steps": 1}
-    return SimpleNamespace(**{**usual, "max_grad_norm": 1.0, "gradient_checkpointing": False, **more})
+    return SimpleNamespace(
+        **{**usual, "max_grad_norm": 1.0, "gradient_checkpointing": False, "ignore_data_skip": False, **more}
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,3 +340,34 @@ def test_a_plan_and_an_expectation_are_taken_as_they_are() -> None:
     assert (str(found.strategy), found.grad_accum, found.precision, found.recompute) == ("fsdp", 5, "bf16", True)
     own = Expectation(clip_norm=2.0)
     assert expectation_of(own, {}) == own
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fsdp", "strategy"),
+    [
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, True, "hsdp"),
+        ({"dp_shard_size": 4}, True, "fsdp"),
+        ({"tp_size": 2, "dp_shard_size": 2}, True, "None"),
+        ({"tp_size": 4}, False, "None"),
+        ({"dp_replicate_size": 4}, False, "ddp"),
+    ],
+)
+def test_axes_beside_fsdp_are_not_taken_for_fsdp_over_all_ranks(
+    sizes: dict[str, int], fsdp: bool, strategy: str
+) -> None:
+    found = of_training_arguments(arguments(fsdp=fsdp, parallelism_config=SimpleNamespace(**sizes)))
+    assert str(found.strategy) == strategy
+
+
+@pytest.mark.parametrize(
+    ("batches", "accum", "begun", "short"),
+    [(5, 2, 0, False), (5, 2, 1, True), (5, 2, 2, False), (3, 2, 0, True), (1, 2, 0, True), (4, 2, 1, False)],
+)
+def test_the_last_step_of_an_epoch_is_short_also_after_a_resumption(
+    batches: int, accum: int, begun: int, short: bool
+) -> None:
+    from shardwise.integrations import transformers
+
+    state = SimpleNamespace(global_step=begun)
+    assert transformers.is_short(batches, accum, arguments(), state) is short
+    assert transformers.is_short(5, 2, arguments(fp16=True), state)

@@ -162,6 +162,12 @@ def dropout() -> Receipt:
     return train(model, accum=2)
 
 
+def dropout_and_a_sum() -> Receipt:
+    model = DDP(Dropping())
+    torch.manual_seed(100 + dist.get_rank())
+    return train(model, sum_loss, accum=2, weight=normalised)
+
+
 def recompute() -> Receipt:
     inner = decoder()
     for block in inner.blocks:
@@ -259,6 +265,7 @@ RIGHT: dict[str, Callable[[], Receipt]] = {
         of_ddp, sum_loss, accum=3, ragged=True, weight=normalised
     ),
     "ddp, dropout": dropout,
+    "ddp, dropout, summed": dropout_and_a_sum,
     "ddp, batch norm": functools.partial(of_ddp, make=lambda: Noisy().double(), accum=2),
     "ddp, recompute": recompute,
     "ddp, spectral norm": functools.partial(

@@ -306,6 +306,62 @@ def scaled_fp16() -> Receipt:
     return train(model, optimizer, "ddp", step=step, backward=backward, accum=2, grad_accum=2, steps=4)
 
 
+def scaled_fp16_fused() -> Receipt:
+    """The optimizer's own step divides by the scale, and skips: the second one, and the one after it is judged."""
+    model = DDP(plain())
+    optimizer, scaler = (
+        torch.optim.AdamW(model.parameters(), fused=True),
+        torch.amp.GradScaler("cpu", init_scale=2.0**10),
+    )
+    number = itertools.count(1)
+
+    def step() -> None:
+        if next(number) == 2:
+            next(model.parameters()).grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+
+    backward: Callable[[torch.Tensor], Any] = lambda loss: scaler.scale(loss).backward()  # noqa: E731
+    return train(model, optimizer, "ddp", step=step, backward=backward, grad_accum=1, clip_norm=20.0, steps=4)
+
+
+def scaled_fp16_fsdp2() -> Receipt:
+    """The scaler skips the second step, whose forward does not count."""
+    model = sharded(plain())
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    number = itertools.count(1)
+
+    def step() -> None:
+        if next(number) == 2:
+            next(model.parameters()).grad.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+
+    backward: Callable[[torch.Tensor], Any] = lambda loss: scaler.scale(loss).backward()  # noqa: E731
+    return train(model, optimizer, "fsdp", step=step, backward=backward, grad_accum=1, steps=4)
+
+
+def by_hooks() -> Receipt:
+    model = plain()
+
+    def reduce(parameter: torch.Tensor) -> None:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(reduce)
+    return train(model, adamw(model), "ddp", grad_accum=1)
+
+
+def replicated(*, newer: bool) -> Receipt:
+    """DDP that changes the module in place; newer versions have it by the code of FSDP2."""
+    from torch.distributed._composable import replicate, replicate_with_fsdp
+
+    model = plain()
+    (replicate_with_fsdp.replicate if newer else replicate)(model)
+    return train(model, adamw(model), "ddp", grad_accum=1)
+
+
 def other_modes() -> Receipt:
     """A mode that is entered before the observed step and left after it stays on."""
     model = DDP(plain())
@@ -386,6 +442,11 @@ CLEAN: dict[str, Callable[[], Receipt]] = {
     "ddp one batch": one_batch,
     "ddp unused parameters": unused_parameters,
     "ddp fp16": scaled_fp16,
+    "ddp fp16, fused": scaled_fp16_fused,
+    "ddp in place": functools.partial(replicated, newer=False),
+    "ddp in place, newer": functools.partial(replicated, newer=True),
+    "by hooks": by_hooks,
+    "fsdp2 fp16": scaled_fp16_fsdp2,
     "ddp frozen, sgd": frozen_with_sgd,
     "ddp logging": logging_the_loss,
     "ddp called twice": called_twice,

@@ -272,9 +272,10 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
     ids = torch.randint(VOCAB, (64, 8), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_steps": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "strategy": "ddp"}
+    options = {"max_steps": 3, "gradient_clip_val": 0.1, "strategy": "ddp"}
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2})  # sets it when the epoch begins
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, callbacks=[callback], plugins=[elastic()], **quiet, **options
+        accelerator="cpu", devices=2, callbacks=[callback, scheduler], plugins=[elastic()], **quiet, **options
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
     assert callback.receipt is not None

@@ -52,7 +52,8 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         self._detach()
         stated = of_lightning(trainer.strategy, str(trainer.precision)) if self._expect is None else self._expect
         expected = expectation_of(stated, {})
-        accum, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+        accum = _accumulation(trainer)
+        batches = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_progress.current.completed
         automatic = bool(getattr(pl_module, "automatic_optimization", True))
         if expected.grad_accum is None and automatic and batches >= 2 * accum:  # the end of an epoch shortens a step
             expected = expected.model_copy(update={"grad_accum": accum})
@@ -89,6 +90,14 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
     def _detach(self) -> None:
         if self._observer is not None:
             self._observer.detach()
+
+
+def _accumulation(trainer: Any) -> int:
+    """Return the micro batches of a step; a scheduler among the callbacks sets them when the epoch begins."""
+    for one in trainer.callbacks:
+        if hasattr(one, "get_accumulate_grad_batches"):
+            return int(one.get_accumulate_grad_batches(trainer.current_epoch))
+    return int(trainer.accumulate_grad_batches)
 
 
 class LightningGradientCallback(lightning.Callback):  # type: ignore[misc]

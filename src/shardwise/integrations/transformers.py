@@ -63,8 +63,12 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
         expected = expectation_of(args if self._expect is None else self._expect, {})
         loader = kwargs.get("train_dataloader")
         batches = len(loader) if isinstance(loader, Sized) else None
-        if expected.grad_accum is not None and batches is not None and batches < 2 * expected.grad_accum:
-            expected = expected.model_copy(update={"grad_accum": None})  # the end of an epoch shortens a step
+        if (
+            expected.grad_accum is not None
+            and batches is not None
+            and is_short(batches, expected.grad_accum, args, state)
+        ):
+            expected = expected.model_copy(update={"grad_accum": None})
         self._observer = observe(
             kwargs["model"], kwargs["optimizer"], expected, on_receipt=self._on_receipt, output=self._output
         )
@@ -86,6 +90,16 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def _detach(self) -> None:
         if self._observer is not None:
             self._observer.detach()
+
+
+def is_short(batches: int, accum: int, args: Any, state: Any) -> bool:
+    """Return whether the end of an epoch may shorten the second step from now on, also after a resumption."""
+    if batches % accum == 0:
+        return False
+    if args.fp16 or batches < accum or (state.global_step and args.ignore_data_skip):
+        return True  # the scaler skips steps
+    step = (state.global_step + 1) % -(-batches // accum)
+    return batches - step * accum < accum
 
 
 class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]

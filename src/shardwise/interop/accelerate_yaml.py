@@ -31,6 +31,8 @@ def export_accelerate(plan: Plan, clip_norm: float | None) -> Exported:
     problems = base_problems(plan, TOOL, ("ddp", "zero2", "fsdp", "hsdp"))
     if plan.dims.pp > 1:
         problems.append(f"strategy '{plan.strategy}': Accelerate has no pipeline parallel training; take +pp out")
+    if plan.dims.tp * plan.dims.cp > 1 and not plan.parsed.shards_parameters:
+        problems.append(f"strategy '{plan.strategy}': Accelerate has +tp and +cp beside FSDP alone; use fsdp")
     if problems:
         raise PlanError(*problems)
     strategy, device = plan.parsed, plan.device
@@ -48,7 +50,7 @@ def export_accelerate(plan: Plan, clip_norm: float | None) -> Exported:
         document["deepspeed_config"] = _deepspeed_keys(plan, clip_norm)
     elif strategy.shards_parameters:
         document["fsdp_config"] = fsdp_keys(plan)
-    if (plan.dims.dp_replicate > 1 and strategy.shards_parameters) or plan.dims.tp * plan.dims.cp > 1:
+    if strategy.shards_parameters and (plan.dims.dp_replicate > 1 or plan.dims.tp * plan.dims.cp > 1):
         axes = {"dp_replicate": plan.dims.dp_replicate, "dp_shard": plan.dims.dp_shard}
         axes |= {"tp": plan.dims.tp, "cp": plan.dims.cp}
         document["parallelism_config"] = {f"parallelism_config_{axis}_size": size for axis, size in axes.items()}
@@ -119,7 +121,7 @@ def _launch(plan: Plan) -> str:
 def _kind(plan: Plan) -> str:
     if plan.parsed.engine == "deepspeed":
         return "DEEPSPEED"
-    if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.cp > 1:
+    if plan.parsed.shards_parameters:
         return "FSDP"
     if plan.dims.world_size == 1:
         return "NO"

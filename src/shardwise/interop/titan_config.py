@@ -129,6 +129,11 @@ def titan_losses(plan: Plan, config: Config | None, clip_norm: float | None) -> 
         if train.epochs is not None:
             lost.append(f"train.epochs = {train.epochs}: torchtitan counts steps; set train.steps")
         lost += [
+            f"model.{key} = {value}: the model is torchtitan's own"
+            for key in ("freeze", "loss")
+            if (value := getattr(config.model, key))
+        ]
+        lost += [
             f"train.{key} = {value}: torchtitan has no field for it"
             for key in ("label_smoothing", "z_loss", "neftune_alpha", "ema_decay")
             if (value := getattr(train, key))

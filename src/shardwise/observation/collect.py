@@ -107,8 +107,14 @@ def collect(trace: LoopTrace, earlier: Sequence[str], tied_before: tuple[tuple[s
         tied_before=tied_before,
         tied_declared=declared_ties(root),
         tied_now=tied_groups(root),
-        unknown=("tensor parallel",) if has_dtensors and not units else (),
+        unknown=("tensor parallel",) if has_dtensors and (not units or _has_more_axes(root, units)) else (),
     )
+
+
+def _has_more_axes(root: nn.Module, units: Sequence[Any]) -> bool:
+    """Return whether parameters are sharded over more axes than those of FSDP2."""
+    axes = max(group_of(unit).mesh_info.mesh.ndim for unit in units)
+    return any(isinstance(p, DTensor) and p.device_mesh.ndim > axes for p in root.parameters())
 
 
 def _engine_state(optimizers: Sequence[Any]) -> int | None:
@@ -126,8 +132,10 @@ def _wrapper_of(trace: LoopTrace) -> str:
     if isinstance(trace.wrapper, DistributedDataParallel):
         return "DDP"
     parts = list(trace.root.modules())
-    if any(isinstance(part, FSDPModule) for part in parts):
-        return "FSDP2"
+    sharded = [part for part in parts if isinstance(part, FSDPModule)]
+    if sharded:  # `replicate` of newer versions is DDP, by the code of FSDP2
+        names = {base.__name__ for part in sharded for base in type(part).__mro__}
+        return "DDP" if "ReplicateModule" in names else "FSDP2"
     if any(isinstance(part, FSDP1) for part in parts):
         return "FSDP1"
     return "none"

@@ -73,6 +73,7 @@ def of_accelerator(accelerator: Any) -> Expectation:
         found = of_strategy("fsdp", "FSDP, by its plugin or launcher")
     else:
         found = of_strategy("ddp").model_copy(update={"source": "ddp, as no plugin is set"})
+    found = _with_axes(found, getattr(accelerator, "parallelism_config", None))
     mixed = str(accelerator.mixed_precision)
     precision = {"no": "fp32"}.get(mixed, mixed)
     steps = int(accelerator.gradient_accumulation_steps)
@@ -96,6 +97,7 @@ def of_training_arguments(arguments: Any) -> Expectation:
         found = of_strategy(f"deepspeed-zero{stage}" if stage else "ddp")
     else:
         found = of_strategy("ddp").model_copy(update={"source": "ddp, as fsdp and deepspeed are not set"})
+    found = _with_axes(found, getattr(arguments, "parallelism_config", None))
     compiled = bool(getattr(arguments, "torch_compile", False))
     recompute = bool(arguments.gradient_checkpointing or config.get("activation_checkpointing"))
     precision = "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else None
@@ -124,6 +126,24 @@ def of_lightning(strategy: Any, precision: str) -> Expectation:
     kind, _, how = precision.partition("-")
     mixed = {"bf16": "bf16", "16": "fp16"}.get(kind) if how == "mixed" else None
     return found.model_copy(update={"source": type(strategy).__name__, "precision": mixed})
+
+
+def _with_axes(found: Expectation, config: Any) -> Expectation:
+    """Return the expectation under accelerate's `ParallelismConfig`: replicas of shard groups, or nothing of tp and cp.
+
+    Ranks of one group have the same samples, and a layer's norm has fewer shards than its matrices.
+    """
+    sizes = {axis: int(getattr(config, f"{axis}_size", 1) or 1) for axis in ("tp", "cp", "sp", "dp_replicate")}
+    if config is None or found.strategy is None or max(sizes.values()) == 1:
+        return found
+    shards = int(getattr(config, "dp_shard_size", 1) or 1)
+    if max(sizes["tp"], sizes["cp"], sizes["sp"]) == 1 and found.strategy.base in ("fsdp", "ddp"):
+        if found.strategy.base == "ddp":
+            return found
+        if shards > 1:
+            text = str(found.strategy).replace("fsdp", "hsdp", 1)
+            return found.model_copy(update={"strategy": of_strategy(text).strategy, "source": f"{found.source}, hsdp"})
+    return found.model_copy(update={"strategy": None, "source": f"{found.source}; its axes are not judged"})
 
 
 def _of_fsdp_plugin(plugin: Any) -> Expectation:

@@ -19,6 +19,7 @@ from shardwise.measure import state
 from shardwise.measure.collectives import OTHER, CollectiveRecorder
 from shardwise.model.read import dtype_name
 from shardwise.observation.step_clock import StepClock
+from shardwise.receipts.expected_part import never_reduced
 from shardwise.receipts.lines.sample_lines import tensor_bytes
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"}
@@ -242,13 +243,13 @@ class LoopTrace:
 
     def _has_gradient(self) -> bool:
         """Return whether a gradient of this step exists; FSDP2 and engines keep unreduced ones elsewhere."""
-        kept = any(hasattr(part, "_get_fsdp_state") for part in self.root.modules())
-        kept = kept or not all(isinstance(one, Optimizer) for one in self.optimizers)
-        return kept or any(p.grad is not None for p in self.root.parameters())
+        kept = not all(isinstance(one, Optimizer) for one in self.optimizers)
+        kept = kept or any(p.grad is not None for p in self.root.parameters())
+        return kept or any(True for _ in never_reduced(self.root))
 
     def _forget(self) -> None:
         self.recorder.collectives.clear()
-        self.samples, self.marks, self.ends = [], [], []
+        self.samples, self.marks, self.ends, self.norms = [], [], [], {}
         self.forwards = self.bypassed = self.sync_refused = self.products = self.recomputed = 0
         if self.clock is not None:
             self.clock.start(again=True)
@@ -256,19 +257,21 @@ class LoopTrace:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Record the gradients; those of a closure after it has run, within the step."""
-        return before_update(args, kwargs, self._see_gradients, self._set_stepping)
+        return before_update(args, kwargs, lambda: self._see_gradients(optimizer), self._set_stepping)
 
     def _set_stepping(self, stepping: bool) -> None:
         self._stepping = stepping
         self._mark()
 
-    def _see_gradients(self) -> None:
+    def _see_gradients(self, optimizer: Optimizer) -> None:
         if self._recorder is None or self._times_only:
             return
         with self._own, _disable_current_modes(), torch.no_grad():
             if self._in_backward:
                 self._finish_backward()
-            self.norms |= gradient_norms(self.root)
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it in its own step
+            factor = 1.0 if scale is None else float(scale)
+            self.norms |= {key: norm / factor for key, norm in gradient_norms(self.root).items()}
             self.gradient_dtypes |= {dtype_name(g.dtype) for g in state.gradients(self.root)}
 
     def _after_step(self, *_: Any) -> None:
@@ -317,6 +320,13 @@ def before_update(
         return result
 
     return args[:1], {**kwargs, "closure": observed}
+
+
+def is_skipped(optimizer: Any) -> bool:
+    """Return whether a fused optimizer's step has changed nothing, as fp16's scaler has told it."""
+    found = getattr(optimizer, "found_inf", None)
+    with _disable_current_modes():
+        return found is not None and bool(found)
 
 
 def gradient_norms(root: nn.Module) -> dict[int, float]:

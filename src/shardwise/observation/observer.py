@@ -23,7 +23,7 @@ from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
 from shardwise.observation.loop_facts import LoopFacts
 from shardwise.observation.loop_receipt import loop_receipt
-from shardwise.observation.loop_trace import LoopTrace, remove_hooks
+from shardwise.observation.loop_trace import LoopTrace, is_skipped, remove_hooks
 from shardwise.observation.run_output import checked_folder
 from shardwise.observation.step_clock import StepClock
 from shardwise.observation.timed_steps import TimedSteps
@@ -111,9 +111,9 @@ class LoopObserver:
             )
         self.detach()
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         trace = self._trace
-        if trace is None:
+        if trace is None or is_skipped(optimizer):
             return
         self._steps, self._forwards = self._steps + 1, 0
         if self._steps < _OBSERVED_STEP:

@@ -60,6 +60,7 @@ def _wrapper_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
         planned, kinds = "FSDP2 or FSDP1", {"FSDP2", "FSDP1"}
     else:
         planned, kinds = "DDP", {"DDP"}
+    full = _reduced_elements(ranks)
 
     def judge(facts: LoopFacts) -> tuple[str, bool | None]:
         units = f", {counted(facts.units, 'unit')}" if facts.units else ""
@@ -68,6 +69,10 @@ def _wrapper_line(expected: Expectation, ranks: Sequence[LoopFacts]) -> Line:
             return text, True
         if facts.wrapper == "none" and facts.after_elements:
             text = "none; the loop reduces gradients after the backward"
+            if kinds == {"DDP"}:
+                return text, True
+        elif facts.wrapper == "none" and sum(facts.backward_elements) >= full > 0:
+            text = "none; hooks reduce gradients in the backward"
             if kinds == {"DDP"}:
                 return text, True
         if kinds is None:

@@ -61,12 +61,27 @@ class WindowReplay:
     def kind(self) -> Kind:
         """Return how the losses of micro batches are made of those of their rows; where rows count, of all of them."""
         batches = [one for one in self._batches if 1 < rows_of(one) <= _MOST_ROWS]
-        if not batches or any(part.training for _, part in random_modules(self._live)):
+        if not batches:
             return "assumed"
+        if any(part.training for _, part in random_modules(self._live)):
+            return "sum" if self._kind_without_random(batches[0]) == "sum" else "assumed"
         found = self._kind_of(batches[0])
         if self.source != ROWS:
             return found
         return found if all(self._kind_of(batch) == found for batch in batches[1:]) else "neither"
+
+    def _kind_without_random(self, batch: MicroBatch) -> Kind:
+        """Return the kind in evaluation mode, where a row's loss does not depend on the others; or ``assumed``."""
+        root: nn.Module = self._memo[id(self._live)]
+        modes = [(part, part.training) for part in root.modules()]
+        root.eval()
+        try:
+            return self._kind_of(batch)
+        except Exception:  # a model that has no loss in evaluation mode
+            return "assumed"
+        finally:
+            for part, training in modes:
+                part.training = training
 
     def _kind_of(self, batch: MicroBatch) -> Kind:
         rows = rows_of(batch)

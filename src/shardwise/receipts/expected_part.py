@@ -35,7 +35,7 @@ def used_spec(session: Session) -> ModelSpec:
     stepped = set() if session.in_backward is None else session.in_backward.stepped
     named = session.module.named_parameters()
     used = {clean_name(name) for name, p in named if p.grad is not None or id(p) in stepped}
-    used |= set(_never_reduced(session.module))
+    used |= set(never_reduced(session.module))
     if ownership is not None:
         used |= {ownership.canonical(name) for name in used}
     spec = part_of(session)
@@ -154,7 +154,8 @@ def holding_units(module: nn.Module) -> list[FSDPModule]:
     return [unit for unit in units if group_of(unit) is not None and group_of(unit).fsdp_params]
 
 
-def _never_reduced(module: nn.Module) -> Iterator[str]:
+def never_reduced(module: nn.Module) -> Iterator[str]:
+    """Yield the parameters of FSDP2's units whose gradient is whole here, and not reduced yet."""
     for unit in holding_units(module):
         for local in group_of(unit).fsdp_params:
             full = getattr(local, "_unsharded_param", None)

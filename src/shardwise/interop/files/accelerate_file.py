@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -131,6 +132,11 @@ def finish_accelerate(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.problems.append("distributed_type is missing; Accelerate needs it")
     reading.plan["device"] = "cpu" if cpu else "cuda"
     reading.ranks = whole(values.get("num_processes") or 1)
+    if reading.ranks > 1 and kind in ("NO", "FALSE", "MULTI_CPU"):
+        reading.means.append(
+            f"distributed_type {kind}: by the file alone accelerate launch starts one process, and num_processes is "
+            f"{reading.ranks}"
+        )
     if values.get("fp16") and "mixed_precision" not in values:
         reading.plan["precision"] = "fp16"
     if kind == "FSDP":
@@ -161,6 +167,11 @@ def finish_accelerate(reading: Reading, values: Mapping[str, Any]) -> None:
 
 def _deepspeed(reading: Reading, table: Mapping[str, Any]) -> None:
     if table.get("deepspeed_config_file"):
+        own = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps")
+        for key in (*own, "gradient_clipping"):
+            if table.get(key) not in (None, "none"):
+                why = "Accelerate refuses it beside deepspeed_config_file, which says it; remove it"
+                reading.refuse(f"deepspeed_config.{key}", table[key], why)
         zero_strategy(reading, "deepspeed_config.deepspeed_config_file", table["deepspeed_config_file"])
         return
     devices = [{"device": table.get(f"offload_{part}_device") or "none"} for part in ("optimizer", "param")]
@@ -183,7 +194,13 @@ def _axes(reading: Reading, table: Mapping[str, Any]) -> None:
         axis: whole(table.get(f"parallelism_config_{axis}_size") or 1)
         for axis in ("dp_replicate", "dp_shard", "tp", "cp")
     }
-    strategy = reading.plan["strategy"]
+    strategy, product = reading.plan["strategy"], math.prod(sizes.values())
+    if 1 < product != reading.ranks:
+        reading.refuse(
+            "parallelism_config", sizes, f"its sizes make {product} ranks, and num_processes is {reading.ranks}"
+        )
+    if sizes["dp_replicate"] > 1 and sizes["dp_shard"] > 1 and strategy.startswith("zero2"):
+        reading.refuse("reshard_after_forward", False, "replicas of shard groups are resharded here; set it to true")
     if sizes["dp_replicate"] > 1 and strategy.startswith("fsdp"):
         reading.plan["dp_replicate"] = sizes["dp_replicate"]
         reading.plan |= {"dp_shard": sizes["dp_shard"]} if sizes["dp_shard"] > 1 else {}

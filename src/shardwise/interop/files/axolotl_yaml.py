@@ -11,6 +11,8 @@ from shardwise.interop.files.data_keys import adapter_keys, drop_adapter, model_
 from shardwise.interop.files.fsdp_keys import FSDP_OF_TRAINER, fsdp_strategy
 from shardwise.interop.files.hf_arguments import (
     PRINTS,
+    adam_betas,
+    all_kept,
     optimizer_rule,
     precision_rule,
     recompute_rule,
@@ -249,25 +251,26 @@ AXOLOTL_RULES: dict[str, Rule] = {
 def finish_axolotl(reading: Reading, values: Mapping[str, Any]) -> None:
     """Set what several keys determine together, and axolotl's defaults that are not Shardwise's."""
     keys = reading.keys
-    for key, usual in (("optimizer.name", "adamw"), ("optimizer.schedule", "cosine"), ("train.seed", 42)):
-        keys.setdefault(key, usual)
+    usual = {"optimizer.name": "adamw", "optimizer.schedule": "cosine", "train.seed": 42, "data.seq_len": 512}
+    for key, value in usual.items():
+        keys.setdefault(key, value)
+    reading.plan.setdefault("micro_batch", 1)
     if keys["optimizer.name"].startswith("adamw"):
-        reading.put(
-            "optimizer.betas", [number(values.get("adam_beta1") or 0.9), number(values.get("adam_beta2") or 0.999)]
-        )
+        reading.put("optimizer.betas", adam_betas(values))
     norm = values.get("max_grad_norm")
     clip = 1.0 if norm is None else number(norm)
     reading.put("optimizer.clip_norm", clip if clip > 0 else "none")
     if values.get("max_steps") and number(values["max_steps"]) > 0:
         reading.put("train.steps", whole(values["max_steps"]))
     else:
-        epochs = number(values.get("num_epochs") or 1)
+        epochs = number(1 if values.get("num_epochs") is None else values["num_epochs"])
         reading.put("train.epochs", max(1, int(epochs)))
         if epochs != int(epochs) or epochs < 1:
             reading.refuse("num_epochs", epochs, "train.epochs is a whole number; round it, or set max_steps")
-    warm_up(reading, values)
+    _warm_up(reading, values)
     for target, key in (("checkpoint.every", "save"), ("train.eval_every", "eval")):
         _every(reading, target, key, values)
+    all_kept(reading, values.get("save_total_limit"), "save_total_limit is left out")
     if values.get("batch_size") and not values.get("gradient_accumulation_steps"):
         reading.plan["grad_accum"] = max(1, whole(values["batch_size"]) // reading.plan.get("micro_batch", 1))
     wanted = {"wandb": ("use_wandb", "wandb_project"), "trackio": ("use_trackio", "trackio_project_name")}
@@ -278,6 +281,19 @@ def finish_axolotl(reading: Reading, values: Mapping[str, Any]) -> None:
     _samples(reading, values)
     settle_sources(reading)
     _strategy(reading, values)
+
+
+def _warm_up(reading: Reading, values: Mapping[str, Any]) -> None:
+    """Set the steps of the warm-up, which axolotl chooses by itself where the file does not."""
+    steps, ratio, total = values.get("warmup_steps"), values.get("warmup_ratio"), reading.keys.get("train.steps")
+    given = {"lr_scheduler": values.get("lr_scheduler")}
+    if steps is None and ratio is None and given["lr_scheduler"] != "constant":
+        reading.means.append("the warm-up is left out, and is 3 % of the steps there, 100 at the most")
+        ratio = 0.03 if total is None else None
+        steps = None if total is None else min(int(0.03 * total), 100)
+    elif steps is None and ratio is not None and total is not None:
+        steps, ratio = int(number(ratio) * total), None
+    warm_up(reading, {**given, "warmup_steps": 2 if steps == 1 else steps, "warmup_ratio": ratio})
 
 
 def _every(reading: Reading, target: str, kind: str, values: Mapping[str, Any]) -> None:
@@ -292,6 +308,9 @@ def _every(reading: Reading, target: str, kind: str, values: Mapping[str, Any]) 
 
 def _precision(reading: Reading, values: Mapping[str, Any]) -> None:
     narrow = values.get("bf16", values.get("bfloat16"))
+    if narrow is None and "bf16" not in values and not any(values.get(key) for key in ("fp16", "float16")):
+        narrow = "auto"
+        reading.means.append("bf16 is left out, and is auto there: bf16 where a GPU has it")
     if narrow in (True, "auto", "full"):
         reading.plan["precision"] = "bf16"
     if narrow == "full" or values.get("bfloat16"):
@@ -325,8 +344,11 @@ def _strategy(reading: Reading, values: Mapping[str, Any]) -> None:
     elif values.get("fsdp") or values.get("fsdp_config"):
         options = dict(values.get("fsdp_config") or {})
         asked = " ".join(values["fsdp"]) if isinstance(values.get("fsdp"), list) else str(values.get("fsdp") or "")
-        if "shard_grad_op" in asked:
-            options.setdefault("sharding_strategy", "shard_grad_op")
+        for word in ("shard_grad_op", "hybrid_shard", "no_shard"):
+            if word in asked.split():
+                options.setdefault("sharding_strategy", word)
+        if "offload" in asked.split():
+            options.setdefault("cpu_offload", True)
         version = (
             values.get("fsdp_version")
             or options.get("fsdp_version")

@@ -70,8 +70,8 @@ def schedule_options(reading: Reading, key: str, value: Any) -> None:
             takes(names[name], number)(reading, f"{key}.{name}", one)
         elif name == "num_decay_steps":
             part_of("optimizer.decay_fraction")(reading, f"{key}.{name}", one)
-        elif name == "decay_type" and one == "linear":
-            idle("as Shardwise decays")(reading, f"{key}.{name}", one)
+        elif name == "decay_type":
+            part_of("optimizer.schedule")(reading, f"{key}.{name}", one)
         else:
             reading.refuse(f"{key}.{name}", one, "no schedule here has this option; remove it")
 
@@ -144,7 +144,6 @@ _LEFT_OUT = {
     "the order of samples is a function of train.seed": "data_seed full_determinism",
     "an evaluation comes after its steps": "eval_on_start eval_delay",
     "the last samples of an epoch are trained on": "dataloader_drop_last",
-    "the compiler's own default is used": "torch_compile_backend torch_compile_mode",
     "it names a debugger": "debug",
 }
 _REFUSED = {
@@ -186,6 +185,8 @@ HF_RULES: dict[str, Rule] = {
     "gradient_checkpointing_kwargs": idle("non-reentrant, which Shardwise uses"),
     "activation_checkpointing_kwargs": idle("non-reentrant, which Shardwise uses"),
     "torch_compile": takes("parallel.compile", bool),
+    "torch_compile_backend": part_of("parallel.compile, which it switches on"),
+    "torch_compile_mode": part_of("parallel.compile, which it switches on"),
     "seed": takes("train.seed", count),
     "logging_steps": takes("train.log_every", whole),
     "save_steps": part_of("checkpoint.every"),
@@ -215,9 +216,7 @@ def finish_arguments(reading: Reading, values: Mapping[str, Any]) -> None:
     """Set what several keys determine together, and the defaults of transformers that are not Shardwise's."""
     reading.keys.setdefault("optimizer.name", "adamw")
     if reading.keys["optimizer.name"] in ("adamw", "adamw8bit"):
-        reading.put(
-            "optimizer.betas", [number(values.get("adam_beta1") or 0.9), number(values.get("adam_beta2") or 0.999)]
-        )
+        reading.put("optimizer.betas", adam_betas(values))
     reading.keys.setdefault("optimizer.lr", 5e-5)
     reading.keys.setdefault("optimizer.schedule", "linear")
     reading.keys.setdefault("train.seed", 42)
@@ -230,7 +229,7 @@ def finish_arguments(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.put("train.steps", whole(steps))
     else:
         epochs = values.get("num_train_epochs")
-        reading.put("train.epochs", max(1, int(number(3 if epochs is None else epochs))))
+        reading.put("train.epochs", int(number(3 if epochs is None else epochs)))
     if values.get("use_cpu"):
         reading.plan["device"] = "cpu"
     warm_up(reading, values)
@@ -253,14 +252,50 @@ def finish_arguments(reading: Reading, values: Mapping[str, Any]) -> None:
             "weight_decay: Trainer decays no biases and no norms; here all trained parameters are decayed"
         )
     _wsd(reading, values)
+    _compile(reading, values)
+    all_kept(reading, values.get("save_total_limit"), "save_total_limit is left out")
     trainer_strategy(reading, values)
 
 
+def adam_betas(values: Mapping[str, Any]) -> list[float]:
+    """Return Adam's two betas; 0 is one, too."""
+    found = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+    return [usual if values.get(key) is None else number(values[key]) for key, usual in found.items()]
+
+
+def all_kept(reading: Reading, limit: Any, why: str) -> None:
+    """Say that the tool keeps all checkpoints, where it does."""
+    if "checkpoint.every" in reading.keys and not limit:
+        reading.means.append(f"{why}: all checkpoints are kept there, and the newest 2 here; set checkpoint.keep")
+
+
+def _compile(reading: Reading, values: Mapping[str, Any]) -> None:
+    """Switch compilation on where a backend or a mode is named, as Trainer does."""
+    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
+    if backend is None and mode is None:
+        return
+    reading.put("parallel.compile", True)
+    if backend not in (None, "inductor"):
+        reading.refuse("torch_compile_backend", backend, "the compiler is inductor")
+    if mode not in (None, "default"):
+        reading.means.append(f"torch_compile_mode {mode}: the compiler's own default is used here")
+
+
 def _wsd(reading: Reading, values: Mapping[str, Any]) -> None:
-    options = values.get("lr_scheduler_kwargs") or {}
-    steps = reading.keys.get("train.steps")
-    if isinstance(options, Mapping) and options.get("num_decay_steps") and steps:
-        reading.put("optimizer.decay_fraction", options["num_decay_steps"] / steps)
+    options, steps = values.get("lr_scheduler_kwargs") or {}, reading.keys.get("train.steps")
+    if values.get("lr_scheduler_type") != "warmup_stable_decay" or not isinstance(options, Mapping):
+        return
+    shape, decay = options.get("decay_type", "cosine"), options.get("num_decay_steps")
+    if shape != "linear":
+        why = "a stable rate falls in a line here; set it to linear (left out, it is cosine there)"
+        reading.refuse("lr_scheduler_kwargs.decay_type", shape, why)
+    if decay is None:
+        reading.problems.append("lr_scheduler_kwargs.num_decay_steps is missing; warmup_stable_decay needs it")
+    elif steps is None:
+        why = "a share of the run's steps; set optimizer.decay_fraction once they are known"
+        reading.open.append(FileKey("lr_scheduler_kwargs.num_decay_steps", decay, why))
+    else:
+        reading.put("optimizer.decay_fraction", number(decay) / steps)
 
 
 def _every(reading: Reading, target: str, key: str, values: Mapping[str, Any]) -> None:
@@ -274,6 +309,10 @@ def _every(reading: Reading, target: str, key: str, values: Mapping[str, Any]) -
 def warm_up(reading: Reading, values: Mapping[str, Any]) -> None:
     """Set the steps of the warm-up; a share of the run needs the number of its steps."""
     steps, ratio = number(values.get("warmup_steps") or 0), number(values.get("warmup_ratio") or 0)
+    if "constant" in (values.get("lr_scheduler_type"), values.get("lr_scheduler")):
+        if steps or ratio:
+            reading.means.append("schedule constant: it has no warm-up there, whatever the file says; none is set here")
+        return
     share = steps if 0 < steps < 1 else ratio if not steps else 0.0
     total: Any = reading.keys.get("train.steps")
     if share and total is None:
@@ -299,16 +338,25 @@ def trainer_strategy(reading: Reading, values: Mapping[str, Any]) -> None:
         return
     asked = values.get("fsdp")
     if asked and str(asked).lower() not in ("false", ""):
-        options = values.get("fsdp_config") or {}
-        if isinstance(asked, str) and ("shard_grad_op" in asked or "hybrid_shard" in asked or "no_shard" in asked):
-            options = {
-                **options,
-                "sharding_strategy": next(
-                    name for name in ("hybrid_shard", "shard_grad_op", "no_shard") if name in asked
-                ),
-            }
-        if isinstance(asked, str) and "offload" in asked:
-            options = {**options, "cpu_offload": True}
+        options = {key.removeprefix("fsdp_"): one for key, one in (values.get("fsdp_config") or {}).items()}
+        if options.pop("sharding_strategy", None):
+            reading.means.append("fsdp_config.sharding_strategy has no effect there: reshard_after_forward has")
+        _old_words(reading, asked, options)
         fsdp_strategy(reading, options, cpu=bool(values.get("use_cpu")), default_version=2)
     elif values.get("fsdp_config"):
         reading.means.append("fsdp_config is set and fsdp is not: Trainer ignores the table and trains DDP")
+
+
+def _old_words(reading: Reading, asked: Any, options: dict[str, Any]) -> None:
+    """Add to FSDP's options what the old words of ``fsdp`` say; the options' own count, as in Trainer."""
+    words = asked.split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    version = int(options.get("version") or 2)
+    for word in words:
+        if word in ("full_shard", "shard_grad_op"):
+            options.setdefault("reshard_after_forward", word == "full_shard" if version == 2 else word)
+        elif word in ("no_shard", "hybrid_shard", "hybrid_shard_zero2") and version == 1:
+            options.setdefault("reshard_after_forward", word)
+        elif word == "offload":
+            options.setdefault("cpu_offload", True)
+        elif word not in ("auto_wrap", "true", "True"):
+            reading.refuse("fsdp", word, "Trainer refuses this word for this version of FSDP")

@@ -168,8 +168,6 @@ def _plan(reading: Reading, ranks: int, device: DeviceType) -> Plan:
     read = dict(reading.plan)
     strategy = parse_strategy(read.pop("strategy", "ddp"))
     degrees = {name: read.pop(name, None) for name in ("dp_replicate", "dp_shard")}
-    if strategy.base not in ("hsdp", "ddp"):
-        degrees = {}
     dims = dims_for(strategy, ranks, **degrees)
     total, micro = read.pop("global_batch", None), read.get("micro_batch")
     if total is not None and micro is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.interop.deepspeed.optimizer_section import FileKey
-from shardwise.interop.files.hf_arguments import PRINTS
+from shardwise.interop.files.hf_arguments import PRINTS, all_kept
 from shardwise.interop.files.key_table import (
     Reading,
     Rule,
@@ -274,8 +274,9 @@ def finish_titan(reading: Reading, values: Mapping[str, Any]) -> None:
         )
     if get("checkpoint", "enable", False):
         reading.put("checkpoint.every", whole(get("checkpoint", "interval", 500)))
-        if get("checkpoint", "keep_latest_k", 10):
-            reading.put("checkpoint.keep", whole(get("checkpoint", "keep_latest_k", 10)))
+        if kept := get("checkpoint", "keep_latest_k", 10):
+            reading.put("checkpoint.keep", whole(kept))
+        all_kept(reading, kept, "checkpoint.keep_latest_k is 0")
     if get("validation", "enable", False):
         reading.put("train.eval_every", whole(get("validation", "freq", 10)))
     names = {"tensorboard": "enable_tensorboard", "wandb": "enable_wandb"}
@@ -288,9 +289,19 @@ def _strategy(reading: Reading, get: Any) -> None:
     sizes = {axis: int(get("parallelism", f"{name}_parallel_degree", 1)) for axis, name in _AXES.items()}
     replicate = int(get("parallelism", "data_parallel_replicate_degree", 1))
     shard = int(get("parallelism", "data_parallel_shard_degree", -1))
-    never = get("parallelism", "fsdp_reshard_after_forward", "default") == "never"
+    reshard = get("parallelism", "fsdp_reshard_after_forward", "default")
+    if reshard not in ("default", "always", "never"):
+        reading.refuse("parallelism.fsdp_reshard_after_forward", reshard, "must be default, always or never")
+    if reshard == "never" and replicate > 1 and shard != 1:
+        why = "replicas of shard groups are resharded here; use always"
+        reading.refuse("parallelism.fsdp_reshard_after_forward", reshard, why)
+    if reshard == "default" and sizes["pp"] > 1 and shard != 1:
+        reading.means.append(
+            "fsdp_reshard_after_forward default: with a pipeline, parameters stay gathered there, and not here"
+        )
+    never = reshard == "never"
     base = "ddp" if shard == 1 else "hsdp" if replicate > 1 else "zero2" if never else "fsdp"
-    reading.plan |= {"dp_replicate": replicate} if replicate > 1 and shard != 1 else {}
+    reading.plan |= {"dp_replicate": replicate} if replicate > 1 else {}
     reading.plan |= {"dp_shard": shard} if shard > 1 else {}
     strategy = base + ("+offload" if get("training", "enable_cpu_offload", False) else "")
     reading.plan["strategy"] = strategy + "".join(f"+{axis}{size}" for axis, size in sizes.items() if size > 1)
