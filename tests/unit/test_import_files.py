@@ -134,7 +134,7 @@ def test_each_key_has_a_row_or_a_problem(tool: str) -> None:
 
 @pytest.mark.parametrize("tool", FORMATS)
 def test_a_key_of_nobodys_is_refused(tool: str) -> None:
-    with pytest.raises(PlanError, match=r"no such key of .*correct it or remove it"):
+    with pytest.raises(PlanError, match=r"has no such key.*correct it or remove it"):
         import_file(tool, {**FULL[tool], "fsdp_confg": 1}, ranks=8)
 
 
@@ -345,3 +345,24 @@ def test_an_empty_file_is_called_empty(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(PlanError, match="is empty; give the configuration file of a trainer"):
         read_file(tmp_path / name)
+
+
+def test_a_file_given_to_the_wrong_tool_names_the_right_one() -> None:
+    with pytest.raises(PlanError, match="has keys of Accelerate, not of axolotl; try --tool accelerate"):
+        import_file("axolotl", FULL["accelerate"], ranks=8)
+
+
+def test_the_file_s_ranks_are_named_beside_other_ones() -> None:
+    found = import_file("accelerate", FULL["accelerate"] | {"num_processes": 4}, ranks=8, device="cuda")
+    assert found.ranks_from == "as asked for; 4 in the file"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [("folder", None, "is a folder"), ("bad.yaml", "a: b\n  c: d\n", "not allowed here at line 2, column 4")],
+)
+def test_unreadable_files_say_why(tmp_path: Path, name: str, text: str | None, why: str) -> None:
+    path = tmp_path / name
+    path.mkdir() if text is None else path.write_text(text)
+    with pytest.raises(PlanError, match=why):
+        read_file(path)

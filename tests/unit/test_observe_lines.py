@@ -293,6 +293,18 @@ def test_mistakes_have_one_message() -> None:
         shardwise.observe(model, optimizer, 3)
     with pytest.raises(UserError, match="no step hooks"):
         shardwise.observe(model, object())
+    with pytest.raises(UserError, match="give the model that the loop calls"):
+        shardwise.observe(model.parameters(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="recompute = 'full': use True or False"):
+        shardwise.observe(model, optimizer, recompute="full")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"no parameter 'wieght' \(did you mean 'weight'\?\)"):
+        shardwise.observe(model, optimizer, tied=[("wieght", "bias")])
+    with pytest.raises(UserError, match="use a list of groups"):
+        shardwise.observe(model, optimizer, tied=("weight", "bias"))
+    with pytest.raises(PlanError, match="'auto' is chosen by"):
+        shardwise.observe(model, optimizer, "auto")
+    with pytest.raises(UserError, match="compute_loss is a Tensor"):
+        shardwise.check_gradients(model, optimizer, torch.zeros(()))  # type: ignore[arg-type]
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})(2, 2)
     with pytest.raises(UserError, match=r"give the engine that deepspeed.initialize returned"):
         shardwise.observe(engine, optimizer)
@@ -371,3 +383,12 @@ def test_the_last_step_of_an_epoch_is_short_also_after_a_resumption(
     state = SimpleNamespace(global_step=begun)
     assert transformers.is_short(batches, accum, arguments(), state) is short
     assert transformers.is_short(5, 2, arguments(fp16=True), state)
+
+
+def test_a_loop_too_short_for_a_receipt_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardwise.observe(model, optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "no receipt, as the loop ended before its optimizer step 2" in caplog.text

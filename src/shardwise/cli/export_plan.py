@@ -109,5 +109,5 @@ def _exported(
     found = export_to(to, plan, config, limit or None, output)
     if config is None and TARGETS[to].clips:
         clip = "no clipping" if not limit else f"gradients are clipped to {limit:g}"
-        found.notes.insert(0, f"{clip}: --clip-norm, which a plan does not say")
+        found.notes.insert(0, f"{clip}, which a plan does not say; --clip-norm sets it")
     return found

@@ -95,7 +95,8 @@ def print_import(result: Imported, plan: Plan, stream: Any) -> None:
         if rows:
             print(title, file=stream)
         for row in rows:
-            print(f"  {row.key} = {'(left out)' if row.value is None else _json(row.value)}: {row.why}", file=stream)
+            value = "(left out)" if row.value is None else _json(row.value)
+            print(f"  {row.key}: {row.why}" if row.value == "" else f"  {row.key} = {value}: {row.why}", file=stream)
 
     section("taken over", result.taken)
     section("the same in Shardwise", result.same)

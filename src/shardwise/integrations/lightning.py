@@ -12,7 +12,7 @@ from shardwise.errors import UserError
 from shardwise.integrations.lightning_strategy import ShardwiseStrategy as ShardwiseStrategy
 from shardwise.observation.collect import torch_optimizers
 from shardwise.observation.expected_settings import expectation_of, of_lightning
-from shardwise.observation.gradient_check import GradientCheck
+from shardwise.observation.gradient_check import GradientCheck, option_problems
 from shardwise.observation.observer import LoopObserver, OnDifference, observe, print_after_output
 from shardwise.observation.window_replay import Closures
 from shardwise.receipts.receipt import Receipt
@@ -38,6 +38,7 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
     ) -> None:
         if on_difference not in get_args(OnDifference):
             raise UserError(f"LightningReceiptCallback: on_difference = {on_difference!r}: use report or error")
+        expectation_of(expect, {})  # a mistake in it is an error now, not after the data is prepared
         self._on_difference, self._expect, self._on_receipt = on_difference, expect, on_receipt
         self._output = output
         self._observer: LoopObserver | None = None
@@ -84,8 +85,9 @@ class LightningReceiptCallback(lightning.Callback):  # type: ignore[misc]
         self._detach()
 
     def on_train_end(self, *_: Any) -> None:
-        """Remove what is left of a training of fewer than two steps."""
-        self._detach()
+        """Remove what is left of a training of fewer than two steps, and log that it has no receipt."""
+        if self._observer is not None:
+            self._observer.end()
 
     def _detach(self) -> None:
         if self._observer is not None:
@@ -121,6 +123,8 @@ class LightningGradientCallback(lightning.Callback):  # type: ignore[misc]
         on_difference: OnDifference = "report",
         on_report: Callable[[Receipt], None] = print_after_output,
     ) -> None:
+        if problems := option_problems(step, on_difference):
+            raise UserError("LightningGradientCallback: " + "; ".join(problems))
         self._step, self._items, self._on_difference, self._on_report = step, items, on_difference, on_report
         self._check: GradientCheck | None = None
 
@@ -159,7 +163,7 @@ class LightningGradientCallback(lightning.Callback):  # type: ignore[misc]
         pl_module.training_step = lambda *args, **kwargs: check(pl_module, *args, **kwargs)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the module its own ``training_step`` back."""
+        """Give the module its own ``training_step`` back; log if the step that is checked never came."""
         if self._check is not None:
-            self._check.detach()
+            self._check.end()
             pl_module.__dict__.pop("training_step", None)

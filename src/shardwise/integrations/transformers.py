@@ -14,7 +14,7 @@ import transformers
 from shardwise.errors import UserError
 from shardwise.observation.collect import is_deepspeed, torch_optimizers
 from shardwise.observation.expected_settings import expectation_of
-from shardwise.observation.gradient_check import GradientCheck
+from shardwise.observation.gradient_check import GradientCheck, option_problems
 from shardwise.observation.observer import LoopObserver, OnDifference, observe, print_after_output
 from shardwise.observation.window_replay import Closures
 from shardwise.receipts.receipt import Receipt
@@ -42,6 +42,7 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if on_difference not in get_args(OnDifference):
             raise UserError(f"ReceiptCallback: on_difference = {on_difference!r}: use report or error")
+        expectation_of(expect, {})  # a mistake in it is an error now, not after the data is prepared
         self._on_difference, self._expect, self._on_receipt = on_difference, expect, on_receipt
         self._output = output
         self._observer: LoopObserver | None = None
@@ -84,8 +85,9 @@ class ReceiptCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self.receipt.require()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove what is left of a training of fewer than two steps."""
-        self._detach()
+        """Remove what is left of a training of fewer than two steps, and log that it has no receipt."""
+        if self._observer is not None:
+            self._observer.end()
 
     def _detach(self) -> None:
         if self._observer is not None:
@@ -121,6 +123,8 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         on_difference: OnDifference = "report",
         on_report: Callable[[Receipt], None] = print_after_output,
     ) -> None:
+        if problems := option_problems(step, on_difference):
+            raise UserError("GradientCallback: " + "; ".join(problems))
         self._trainer, self._step = trainer, step
         self._on_difference, self._on_report = on_difference, on_report
         self._check: GradientCheck | None = None
@@ -163,7 +167,9 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
         trainer.compute_loss = self._check
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Give the trainer its own ``compute_loss`` back."""
+        """Give the trainer its own ``compute_loss`` back; log if the step that is checked never came."""
+        if self._check is not None:
+            self._check.end()
         self._detach()
 
     def _detach(self) -> None:
@@ -174,7 +180,16 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def check_gradients(trainer: Any, **options: Any) -> GradientCallback:
-    """Add a `GradientCallback` with ``options`` to ``trainer``, and return it; call it before ``trainer.train()``."""
+    """Add a `GradientCallback` with ``options`` to ``trainer``, and return it; call it before ``trainer.train()``.
+
+    Raises:
+        UserError: ``trainer`` is none, or an option is impossible.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise UserError(
+            f"check_gradients: trainer = {type(trainer).__name__}: give the Trainer; for a model and its optimizer "
+            "use shardwise.check_gradients"
+        )
     callback = GradientCallback(trainer, **options)
     trainer.add_callback(callback)
     return callback

@@ -31,7 +31,7 @@ def export_fabric(plan: Plan, clip_norm: float | None) -> Exported:
         lost.append("recompute selective: written as recompute of full blocks")
     lines = _sharded(plan) if plan.parsed.shards_parameters else _replicated(plan)
     notes = [
-        "model, optimizer = fabric.setup(model, optimizer); fabric.backward(loss); see Fabric's own loop",
+        "model, optimizer = fabric.setup(model, optimizer), and fabric.backward(loss) in place of loss.backward()",
         f"accumulation {plan.grad_accum}: fabric.no_backward_sync(model) around all micro batches but the last",
         f"micro batch {plan.micro_batch}: DataLoader(batch_size={plan.micro_batch}), fabric.setup_dataloaders(loader)",
         "divide a summed loss by the labels of the global batch: DDP and FSDP average over ranks",

@@ -25,6 +25,7 @@ def expectation_of(expect: Any, stated: Mapping[str, Any]) -> Expectation:
         UserError: settings are impossible, or ``expect`` is of no known kind.
     """
     precision, accum, clip = (stated.get(name) for name in ("precision", "grad_accum", "clip_norm"))
+    recompute, tied = stated.get("recompute"), stated.get("tied") or ()
     problems = []
     if precision not in (None, *_PRECISIONS):
         problems.append(f"precision = {precision!r}: use {', '.join(_PRECISIONS)}")
@@ -32,6 +33,10 @@ def expectation_of(expect: Any, stated: Mapping[str, Any]) -> Expectation:
         problems.append(f"grad_accum = {accum!r}: use the number of micro batches of a step on one rank, from 1")
     if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
         problems.append(f"clip_norm = {clip!r}: use a norm above 0, or leave it out")
+    if not isinstance(recompute, bool | None):
+        problems.append(f"recompute = {recompute!r}: use True or False")
+    if any(isinstance(group, str) or len(group) < 2 for group in tied):
+        problems.append(f"tied = {tied!r}: use a list of groups, such as [('embed.weight', 'head.weight')]")
     if problems:
         raise UserError("observe: " + "; ".join(problems))
     return _base(expect).model_copy(update={name: value for name, value in stated.items() if value is not None})

@@ -57,7 +57,7 @@ class GradientCheck:
         self._live = closures.live or closures.called
         self._scaler, self._clip_norm, self._absent = scaler, clip_norm, absent
         self._on_difference, self._on_report = on_difference, on_report
-        self._ranks = control_group()
+        self._ranks, self._step = control_group(), step
         self._batches: list[MicroBatch] = []
         self._raw: dict[int, torch.Tensor] = {}
         self._leftover = False
@@ -96,6 +96,12 @@ class GradientCheck:
     def detach(self) -> None:
         """Stop recording, and forget what was recorded."""
         self._end(None)
+
+    def end(self) -> None:
+        """Detach where the training has ended, and log on rank 0 if it never came to the step that is checked."""
+        if self._records and (not dist.is_initialized() or dist.get_rank() == 0):
+            _LOG.warning(f"check_gradients: no report, as the training ended before its step {self._step}")
+        self.detach()
 
     def _end(self, running: Any) -> None:
         if not self._records:
@@ -186,6 +192,16 @@ class GradientCheck:
         return next((name for name, kind in kinds if any(isinstance(m, kind) for m in self._root.modules())), "none")
 
 
+def option_problems(step: Any, on_difference: Any) -> list[str]:
+    """Return what is impossible of the options that every check has."""
+    problems = []
+    if on_difference not in get_args(OnDifference):
+        problems.append(f"on_difference = {on_difference!r}: use report or error")
+    if not isinstance(step, int) or step < 1:
+        problems.append(f"step = {step!r}: use the number of an optimizer step, from 1")
+    return problems
+
+
 def check_gradients(
     model: nn.Module,
     optimizer: Any,
@@ -221,12 +237,14 @@ def check_gradients(
     Raises:
         UserError: a setting is impossible.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"check_gradients: model = {model!r:.60}: give the model that the loop calls, an nn.Module")
     optimizers = torch_optimizers(optimizer)
-    problems: list[str] = []
-    if on_difference not in get_args(OnDifference):
-        problems.append(f"on_difference = {on_difference!r}: use report or error")
-    if not isinstance(step, int) or step < 1:
-        problems.append(f"step = {step!r}: use the number of an optimizer step, from 1")
+    problems = option_problems(step, on_difference)
+    function: Any = compute_loss  # it may be a loss
+    if not callable(function):
+        kind = type(function).__name__
+        problems.append(f"compute_loss is a {kind}: give the function that returns the loss of a micro batch")
     if clip_norm is not None and not clip_norm > 0:
         problems.append(f"clip_norm = {clip_norm!r}: use a norm above 0, or leave it out")
     if any(isinstance(part, FSDP1) and not part._use_orig_params for part in model.modules()):

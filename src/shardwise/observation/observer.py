@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.distributed.process_group import Ranks, drain_at_exit, gather_ints, gather_text, join, leave
-from shardwise.errors import ShardwiseError, UserError
-from shardwise.observation.collect import collect, innermost, is_deepspeed, tied_groups, torch_optimizers
+from shardwise.errors import ShardwiseError, UserError, did_you_mean
+from shardwise.observation.collect import collect, innermost, is_deepspeed, name_of, tied_groups, torch_optimizers
 from shardwise.observation.engine_steps import EngineSteps
 from shardwise.observation.expectation import Expectation, Precision
 from shardwise.observation.expected_settings import expectation_of
@@ -75,11 +75,17 @@ class LoopObserver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.detach()
+        self.end() if kind is None else self.detach()
 
     def detach(self) -> None:
         """Remove every hook; a loop that had no second step gets no receipt."""
         self._end(None)
+
+    def end(self) -> None:
+        """Detach where the loop has ended, and log on rank 0 if it was too short for a receipt."""
+        if self._trace is not None and self.receipt is None and self._is_main:
+            _LOG.warning(f"observe: no receipt, as the loop ended before its optimizer step {_OBSERVED_STEP}")
+        self.detach()
 
     def _end(self, running: Any) -> None:
         if self._trace is None:
@@ -243,9 +249,11 @@ def observe(
         "grad_accum": grad_accum,
         "clip_norm": clip_norm,
         "recompute": recompute,
-        "tied": tuple(tuple(group) for group in tied) or None,
+        "tied": tuple(group if isinstance(group, str) else tuple(group) for group in tied) or None,
     }
     expected = expectation_of(expect, stated)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"observe: model = {model!r:.60}: give the model that the loop calls, an nn.Module")
     optimizers: list[Any] = torch_optimizers(optimizer)
     if is_deepspeed(model) and hasattr(model, "zero_optimization_stage"):
         optimizers, model = [EngineSteps(model)], model.module  # type: ignore[assignment]
@@ -255,8 +263,20 @@ def observe(
         )
     if not optimizers or not all(hasattr(one, "register_step_post_hook") for one in optimizers):
         raise UserError("observe: optimizer has no step hooks; give torch.optim optimizers, or wrappers around them")
+    _require_names(innermost(model)[0], expected.tied)
     folder = None if output is None else checked_folder(output)
     return LoopObserver(model, optimizers, expected, on_receipt or print_after_output, on_difference, folder)
+
+
+def _require_names(root: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Raise a `UserError` if a name of ``tied`` is no parameter's; FSDP1's flat parameters hide theirs."""
+    known = {name_of(name) for name, _ in root.named_parameters(remove_duplicate=False)}
+    if any(name.endswith("_flat_param") for name in known):
+        return
+    unknown = [name for group in tied for name in group if name not in known]
+    if unknown:
+        found = "; ".join(f"'{name}'{did_you_mean(name, known)}" for name in unknown)
+        raise UserError(f"observe: tied: the model has no parameter {found}")
 
 
 def print_after_output(receipt: Receipt) -> None:

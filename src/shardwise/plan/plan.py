@@ -209,6 +209,11 @@ def read_plan(path: Path) -> Plan:
     Raises:
         PlanError: the file is missing, is not TOML or JSON, or does not contain a plan.
     """
+    if path.suffix in (".yaml", ".yml"):
+        raise PlanError(
+            f"plan '{path}' is YAML, and plans are TOML or JSON; from a trainer's file make one with: shardwise import "
+            f"{path} -o NEW.toml"
+        )
     try:
         data = read_json(path) if path.suffix == ".json" else read_toml(path)
     except OSError as error:

@@ -151,7 +151,11 @@ def parse_strategy(text: str) -> Strategy:
     engine: Engine = "deepspeed" if words[0] in DEEPSPEED else "torch"
     base: str = {**ALIASES, **DEEPSPEED}.get(words[0], words[0])
     full, completed = complete_strategy(text)
-    if base not in BASES and completed:
+    if given.strip().lower() == "auto":
+        problems.append(
+            f"strategy 'auto' is chosen by `shardwise plan` or `shardwise.start`; name one of {', '.join(BASES)}"
+        )
+    elif base not in BASES and completed:
         rule = "auto stands alone" if words[0] == "auto" else f"'{words[0]}' stands beside a strategy"
         problems.append(f"strategy '{given}': {rule}; write {full}")
     elif base not in BASES:

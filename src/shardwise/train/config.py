@@ -437,6 +437,8 @@ def read_config(path: Path, overrides: Sequence[str] = (), *, planned: str | Non
     except ValueError as error:
         hint = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
         raise ConfigError(f"config '{path}' is not TOML: {error}; repair it there{hint}") from None
+    if {"strategy", "dims"} <= data.keys():
+        raise ConfigError(f"config '{path}' is a plan; give the config of train that has the model and the data")
     problems = [problem for item in overrides if (problem := apply_override(data, item))]
     problems += unfit_values(data)
     parallel = data.setdefault("parallel", {}) if planned is not None else None

@@ -155,13 +155,15 @@ def finish_accelerate(reading: Reading, values: Mapping[str, Any]) -> None:
         reading.put("parallel.compile", True)
         if str(dynamo).upper() != "INDUCTOR":
             reading.refuse("dynamo_backend", dynamo, "the compiler is INDUCTOR")
-    reading.open.append(FileKey("batch", "", "Accelerate's file has none: the DataLoader's is the micro batch"))
+    reading.open.append(
+        FileKey("batch", "", "not in the file; the batch size of the script's DataLoader is the micro batch")
+    )
     if "gradient_accumulation_steps" not in values and kind != "DEEPSPEED":
         reading.open.append(
-            FileKey("accumulation", "", "is Accelerator(gradient_accumulation_steps=...) in the script")
+            FileKey("accumulation", "", "Accelerator(gradient_accumulation_steps=...) in the script sets it")
         )
     reading.open.append(
-        FileKey("clipping", "", "is accelerator.clip_grad_norm_(...) in the script: optimizer.clip_norm")
+        FileKey("clipping", "", "accelerator.clip_grad_norm_(...) in the script sets it; here optimizer.clip_norm")
     )
 
 

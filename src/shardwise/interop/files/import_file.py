@@ -76,6 +76,8 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     if path.suffix in JSON:
         return read_document(path)
+    if path.is_dir():
+        raise PlanError(f"'{path}' is a folder; give the path of a configuration file")
     if path.suffix not in (*YAML, ".toml"):
         raise PlanError(f"'{path}' is none of .json, .yaml and .toml; give a configuration file of a trainer")
     try:
@@ -108,7 +110,8 @@ def _parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        shown = str(error).replace('in "<unicode string>", ', "at ")
+        raise ValueError(" ".join(shown.split())) from None
 
 
 def import_file(
@@ -137,9 +140,12 @@ def import_file(
     ranks_from = "as asked for"
     if ranks is None and reading.ranks is not None:
         ranks, ranks_from = reading.ranks, "from the file"
+    elif reading.ranks not in (None, ranks):
+        ranks_from += f"; {reading.ranks} in the file"
     if ranks is None:
-        reading.problems.append(f"{form.tool}'s file has no number of ranks; give --nproc or --cluster")
+        reading.problems.append("the file does not give the number of ranks; give --nproc or --cluster")
     if reading.problems:
+        reading.problems += _other_tool(tool, values)
         raise PlanError(*dict.fromkeys(reading.problems))
     assert ranks is not None
     plan = _plan(reading, ranks, device or reading.plan.get("device") or here)
@@ -157,6 +163,14 @@ def import_file(
         reading.open,
         reading.means,
     )
+
+
+def _other_tool(tool: str, values: Mapping[str, Any]) -> list[str]:
+    """Return a hint for a file that another tool's keys mark, and none of ``tool``'s."""
+    marked = [name for name, form in FORMATS.items() if any(key in values for key in form.known_by)]
+    if not marked or tool in marked:
+        return []
+    return [f"the file has keys of {FORMATS[marked[0]].tool}, not of {FORMATS[tool].tool}; try --tool {marked[0]}"]
 
 
 def _plan(reading: Reading, ranks: int, device: DeviceType) -> Plan:

@@ -131,7 +131,7 @@ def read_keys(
         if name not in rules:
             if refuse_unknown:
                 hint = did_you_mean(str(name), rules)
-                reading.problems.append(f"{key}: no such key of {reading.tool}'s{hint}; correct it or remove it")
+                reading.problems.append(f"{key}: {reading.tool} has no such key{hint}; correct it or remove it")
             continue
         if value is None:
             reading.no_effect.append(FileKey(key, "", EMPTY))
