@@ -83,6 +83,7 @@ class LostGradients:
     _unlogged: list[dict[str, Any]] = field(default_factory=list)
     _begun: float = 0.0
     _last_s: float = 0.0
+    _least_s: float = math.inf  # of the collective: what it takes where no rank is late, who is waited for anyway
     _due: bool = False
 
     @classmethod
@@ -108,14 +109,15 @@ class LostGradients:
         """Judge the check of the step before; begin one, if all ranks have the time."""
         if self._check is None and not (self._due and self._names):
             return
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), 0.0
         check, self._check = self._check, None
         if check is not None:
-            self._judge(check, session)
+            waited = self._judge(check, session)
+            self._least_s = min(self._least_s, waited)
         if self._due and self._names:
             self.checks += 1
             self._check = _begin(session.module, step.number)
-        self._last_s = time.perf_counter() - started
+        self._last_s = time.perf_counter() - started - waited + (self._least_s if waited else 0.0)
         self.spent_s += self._last_s
 
     def on_step_end(self, session: Session, step: Step) -> None:
@@ -140,11 +142,14 @@ class LostGradients:
         named, self._unlogged = self._unlogged, []
         return {"lost_gradients": named} if named else {}
 
-    def _judge(self, check: _Check, session: Session) -> None:
-        """Put together what all ranks have found; name what is lost."""
+    def _judge(self, check: _Check, session: Session) -> float:
+        """Put together what all ranks have found; name what is lost. Return the seconds of the collective."""
         mine = check.values()
+        row = [mine.get(name, _NONE) for name in self._names]
+        started = time.perf_counter()
         with COMM_TIMER.part("control"):
-            rows = gather_largest([mine.get(name, _NONE) for name in self._names], session.ranks)
+            rows = gather_largest(row, session.ranks)
+        waited = time.perf_counter() - started
         found: dict[str, int] = {}
         for name, value in zip(self._names, rows, strict=True):
             key = _EXPERT.sub(r"\1.*.", name)
@@ -152,6 +157,7 @@ class LostGradients:
         lost = self._lost(found, check.step)
         if lost and session.ranks.is_main:
             self._say(lost, check.step)
+        return waited
 
     def _lost(self, found: dict[str, int], step: int) -> list[str]:
         """Take what a check has found of all parameters; return what is lost by now."""
