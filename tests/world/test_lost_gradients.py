@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,17 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError
 from shardwise.receipts import lost_gradients
 from shardwise.receipts.lost_gradients import LostGradients
 from shardwise.run.start import start
-from shardwise.train.loss import count_labels, token_loss_sum
+from shardwise.train.loss import token_loss_sum
 from tests.cli.configs import ROOT
 from tests.experts import mixture
 from tests.families import FAMILIES, family
 from tests.models import ragged_batches
 from tests.world.zoo.exact import Float64
-from tests.world.zoo.models import CASES, LATER
 from tests.worlds import run_world
 
 WIDTH, VOCAB, CHECKS = 8, 12, 4
@@ -190,38 +186,6 @@ def healthy() -> dict[str, list[str]]:
 
 def test_no_alarm_for_healthy_families() -> None:
     assert {name: said for name, said in run_world(healthy, 2)[0].items() if said} == {}
-
-
-def zoo(strategy: str, names: tuple[str, ...]) -> tuple[int, dict[str, list[str]]]:
-    """Models of the zoo, some of which are refused, or stopped in a later step: how many went through, alarms."""
-    went, found, attach = 0, {}, functools.partial(LostGradients.attach, share=1e9)
-    for name in names:
-        case, said = CASES[name], Said()
-        logging.getLogger("shardwise").addHandler(said)
-        session = start(strategy, receipts=False)
-        watch = attach(session)
-        with contextlib.suppress(ShardwiseError):
-            plain = case.model()
-            model, optimizer = session.prepare(plain, case.optimizer(plain))
-            batches = replace(case, steps=HEALTHY, ragged=0).batches(2)
-            for step in session.steps(batches, count=case.count or count_labels):
-                for micro in step:
-                    step.backward(case.loss(model, micro.inputs, micro.labels))
-                step.update(optimizer)
-        session.close()
-        logging.getLogger("shardwise").removeHandler(said)
-        went += watch.checks >= HEALTHY - 1
-        found |= {name: said.texts} if said.texts else {}
-    return went, found
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_no_alarm_in_the_zoo(strategy: str) -> None:
-    names = tuple(name for name in CASES if name not in LATER)
-    went, found = run_world(zoo, 2, strategy, names, timeout_s=600.0)[0]
-    assert found == {} and went > len(names) // 2
 
 
 def detached_run(folder: str) -> list[str]:
