@@ -1,12 +1,14 @@
-"""What attribution, the checks of each step, or the watchdog cost: with and without, in turns on real gloo ranks.
+"""What attribution, the checks of each step, of gradients, or the watchdog cost: with and without, on real gloo ranks.
 
     python benchmarks/attribution/overhead.py --steps 60 --output benchmarks/attribution
     python benchmarks/attribution/overhead.py --of checks --steps 60 --output benchmarks/attribution
     python benchmarks/attribution/overhead.py --of watch --steps 60 --output benchmarks/watch
+    python benchmarks/attribution/overhead.py --of gradients --steps 60 --output benchmarks/watch
 
-Samples are kept. ``watch`` is a rank's part of the watchdog. ``checks`` are those of `shardwise.train.agreement`,
-`shardwise.parallel.data_parallel.unit_order` and what a session looks at by itself (hooks, the model's structure): the
-plain contender reduces its loss as before and leaves FSDP2 as it is.
+Samples are kept, of contenders that take turns. ``watch`` is a rank's part of the watchdog, ``gradients`` a check in
+each step for parameters that have lost their gradient (a run makes it so rarely that it takes a thousandth). ``checks``
+are those of `shardwise.train.agreement`, `shardwise.parallel.data_parallel.unit_order` and what a session looks at by
+itself (hooks, the model's structure): the plain contender reduces its loss as before and leaves FSDP2 as it is.
 
 Steps of a machine scatter by more than is looked for, so the CPU time of the thread that trains is compared, too: what
 the clock costs is work of that thread. Checks and the watchdog cost less than even that resolves, and cost the same
@@ -41,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each contender")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/attribution"))
-    parser.add_argument("--of", choices=("attribution", "checks", "watch"), default="attribution")
+    parser.add_argument("--of", choices=("attribution", "checks", "watch", "gradients"), default="attribution")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
@@ -91,6 +93,7 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
     from shardwise.plan.dims import dims_for
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
+    from shardwise.receipts.lost_gradients import LostGradients
     from shardwise.watch.rank_watch import RankWatch
 
     torch.set_num_threads(1)
@@ -109,6 +112,8 @@ def rank(of: str, strategy: str, steps: int, output: Path) -> None:
             keepers += [Attribution.attach(session)] if watched and of == "attribution" else []
             if watched and of == "watch":
                 RankWatch(session, output)
+            if watched and of == "gradients":
+                LostGradients.attach(session, share=1e9)
             model = model_of()
             with nullcontext() if watched or of != "checks" else without_checks(session):
                 prepared, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch)

@@ -62,8 +62,7 @@ def plain_fsdp(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
     """FSDP2 as the tutorials have it: each block, then the root."""
     from shardwise.model.read import find_blocks
 
-    mesh = init_device_mesh(device.type, (world_size,))
-    model.to(device)
+    mesh = init_device_mesh(device.type, (world_size,))  # whose device fully_shard moves each block to
     for name in find_blocks(model):
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -1,6 +1,6 @@
 """Injects faults into real runs on gloo ranks, and holds the watchdog's verdict and its time against what was injected.
 
-``python benchmarks/watch/run.py --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept. A
+``python -m benchmarks.watch.run --output benchmarks/watch --faults 200 --clean-steps 2000``; raw results are kept. A
 part of the faults (``--turns 50 100``) adds to those that are there.
 """
 

@@ -15,7 +15,7 @@ from shardwise.cost.time.step_time import StepTime
 from shardwise.diagnosis.diagnose import diagnose, why_nothing
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import _catalogue, price_of
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, Observed, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, LostGradient, Observed, SaveStall
 from shardwise.diagnosis.waits import workers_needed
 from shardwise.diagnosis.weight import ALARM, HEAVY, HINT, MIN_STEPS, percent, rate, span
 from shardwise.hardware.parse_cluster import parse_cluster
@@ -577,6 +577,15 @@ def test_loss_spikes_are_one_finding_with_the_samples_of_the_highest() -> None:
         "step 90, loss 7.500, samples of replica 0: 0, 1, 2, 3, 4, 5, 6, 7 and 2 more; replica 1: 3"
     )
     assert [text.split(",")[0] for text in found.evidence] == ["step 90", "step 120", "step 130"]
+
+
+def test_lost_gradients_are_one_finding() -> None:
+    names = tuple(f"layer.{number}" for number in range(8))
+    lost = (LostGradient(parameters=names, since=40), LostGradient(parameters=("head",), since=90))
+    found = next(one for one in diagnose(observed(timing(), lost_gradients=lost)) if one.kind == "lost-gradient")
+    assert (found.level, found.seconds) == ("hint", None)
+    assert found.text == "9 parameters have no gradient any more: the loss stopped depending on them in step 40."
+    assert found.evidence == (f"since step 40: {', '.join(names[:6])} and 2 more", "since step 90: head")
 
 
 def test_losses_are_those_that_were_logged(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
+import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,15 +18,21 @@ from shardwise.receipts import lost_gradients
 from shardwise.receipts.lost_gradients import LostGradients
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.families import family
+from tests.cli.configs import ROOT
+from tests.experts import mixture
+from tests.families import FAMILIES, family
 from tests.models import ragged_batches
+from tests.world.zoo.exact import Float64
 from tests.worlds import run_world
 
 WIDTH, VOCAB, CHECKS = 8, 12, 4
 STEPS = 3 * CHECKS
+CHECKED = lost_gradients.CHECKS
+HEALTHY = 3 * CHECKED  # steps
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 FAULTS = ("detached", "off", "one rank", "tiny")
-FINE = ("none", "routed", "returns", "late", "adapter", "frozen", "rows")
+FINE = ("none", "routed", "returns", "late", "adapter", "frozen", "rows", "left expert")
+CUT = ("hsdp", "fsdp+tp2", "ddp+tp2", "fsdp+pp2")
 
 
 class Net(nn.Module):
@@ -34,6 +44,7 @@ class Net(nn.Module):
         self.embed, self.extra, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
         self.wide = nn.Parameter(torch.zeros(WIDTH, WIDTH))  # with `narrow` as an adapter: at first only this one
         self.narrow = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2 if kind == "left expert" else 0))
         if kind == "frozen":
             self.extra.requires_grad_(False)
 
@@ -56,8 +67,13 @@ class Net(nn.Module):
             out = out * 0.0
         if self.kind == "late" and not late:
             out = out * 0.0
+        if self.kind == "gaps" and late:
+            out = out.detach()
         x = x + out + x @ self.narrow @ self.wide
-        return self.head(x)
+        for expert in self.experts[late:]:
+            x = x + expert(x)
+        off = (self.kind == "gaps" and self.called % 3 == 0) or (self.kind == "all" and late)
+        return self.head(x) * (0.0 if off else 1.0)
 
 
 class Said(logging.Handler):
@@ -70,12 +86,14 @@ class Said(logging.Handler):
             self.texts.append(record.getMessage())
 
 
-def train(model: nn.Module, strategy: str, **options: Any) -> tuple[int, list[str]]:
-    """A run with a check in each step, which the last steps do not need: checks, and what was said."""
+def train(
+    model: nn.Module, strategy: str, steps: int = STEPS, enough: int = CHECKS, **options: Any
+) -> tuple[int, list[str]]:
+    """A run with a check in each step, ``enough`` of which decide: how many there were, and what was said."""
     said = Said()
-    batches = [(ids[:, :7] % VOCAB, labels[:, :7] % VOCAB) for ids, labels in ragged_batches(2 * STEPS)]
+    batches = [(ids[:, :6] % VOCAB, labels[:, :6] % VOCAB) for ids, labels in ragged_batches(2 * steps)]
     logging.getLogger("shardwise").addHandler(said)
-    with mock.patch.object(lost_gradients, "CHECKS", CHECKS):
+    with mock.patch.object(lost_gradients, "CHECKS", enough):
         session = start(strategy, receipts=False, **options)
         watch = LostGradients.attach(session, share=1e9)
         outer, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches[0][0])
@@ -90,9 +108,10 @@ def train(model: nn.Module, strategy: str, **options: Any) -> tuple[int, list[st
 def cases() -> dict[str, tuple[int, list[str]]]:
     found = {}
     for strategy in STRATEGIES:
-        for kind in (*FAULTS, *FINE):
+        for kind in (*FAULTS, *FINE, "all", "gaps"):
             torch.manual_seed(0)
-            found[f"{strategy} {kind}"] = train(Net(kind, CHECKS + 1).double(), strategy)
+            times = 2 if kind == "gaps" else 1
+            found[f"{strategy} {kind}"] = train(Net(kind, times * (CHECKS + 1)).double(), strategy, times * STEPS)
     return found
 
 
@@ -117,23 +136,89 @@ def test_what_is_unused_at_times_is_not(found: list[Any], strategy: str) -> None
     assert {kind: found[0][f"{strategy} {kind}"][1] for kind in FINE} == {kind: [] for kind in FINE}
 
 
-def in_stages() -> tuple[int, list[str]]:
-    model = family("llama", layers=2)
-    calls = 0
-
-    def off(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return output * float(calls <= 2 * (CHECKS + 1))  # of two micro batches
-
-    model.model.layers[1].mlp.register_forward_hook(off)
-    return train(model, "ddp+pp2", grad_accum=2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_steps_without_any_gradient_say_nothing_of_one_parameter(found: list[Any], strategy: str) -> None:
+    """Each third step has none: the others find what is detached, and that it is not just unused at times."""
+    (said,) = found[0][f"{strategy} gaps"][1]
+    assert "'extra.weight', 'extra.bias': no gradient any more" in said
+    (said,) = found[0][f"{strategy} all"][1]
+    assert "'wide', 'narrow', 'embed.weight' and 4 more: no gradient any more" in said
+    assert f"since step {CHECKS + 2};" in said
 
 
-def test_a_stage_of_a_pipeline_is_looked_at() -> None:
-    [checks, said], _ = run_world(in_stages, 2)
-    assert checks >= 2 * CHECKS + 1 and len(said) == 1
-    assert "'model.layers.1.mlp." in said[0] and "layers.0" not in said[0]
+def cut(strategies: tuple[str, ...]) -> dict[str, tuple[int, list[str]]]:
+    """A layer of a model that is cut over ranks is switched off."""
+    found = {}
+    for strategy in strategies:
+        model, calls = family("llama", layers=2), 0
+        micros = 2 if "pp" in strategy else 1
+
+        def off(module: nn.Module, args: Any, output: torch.Tensor, last: int = micros * (CHECKS + 1)) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return output * float(calls <= last)
+
+        model.model.layers[1].mlp.register_forward_hook(off)
+        found[strategy] = train(model, strategy, 2 * STEPS, grad_accum=micros)
+    return found
+
+
+@pytest.mark.parametrize(("world", "strategies"), [(2, ("ddp+pp2",)), (4, CUT)])
+def test_a_model_that_is_cut_over_ranks_is_looked_at(world: int, strategies: tuple[str, ...]) -> None:
+    for strategy, (checks, said) in run_world(cut, world, strategies)[0].items():
+        assert checks >= 2 * CHECKS + 1 and len(said) == 1, (strategy, said)
+        assert "'model.layers.1.mlp." in said[0] and "layers.0" not in said[0], (strategy, said)
+
+
+def healthy() -> dict[str, list[str]]:
+    """Families and mixtures of experts, one with an expert that never has a token, with a check in each step."""
+    found = {}
+    for strategy in ("zero1", "fsdp"):
+        for name in FAMILIES:
+            found[f"{strategy} {name}"] = train(family(name, layers=2), strategy, HEALTHY, CHECKED)[1]
+        for name in ("mixtral", "glm4_moe"):
+            model = mixture(name, starved=name == "glm4_moe")
+            model.config._experts_implementation = "eager"
+            with Float64():
+                found[f"{strategy} {name}"] = train(model, strategy, HEALTHY, CHECKED)[1]
+    return found
+
+
+def test_no_alarm_for_healthy_families() -> None:
+    assert {name: said for name, said in run_world(healthy, 2)[0].items() if said} == {}
+
+
+def detached_run(folder: str) -> list[str]:
+    """A loop of one's own whose layer is detached in the middle, with a check in each step and twelve to be sure."""
+    said = Said()
+    logging.getLogger("shardwise").addHandler(said)
+    attach = functools.partial(LostGradients.attach, share=1e9)
+    with mock.patch.object(LostGradients, "attach", attach):
+        session = start("fsdp", output=folder)
+    torch.manual_seed(0)
+    model = Net("detached", 20)
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    generator = torch.Generator().manual_seed(0)
+    for step in session.steps([torch.randint(VOCAB, (2, 2, 6), generator=generator).unbind() for _ in range(80)]):
+        step.run(model, token_loss_sum)
+        step.update(optimizer)
+    session.report()
+    return said.texts
+
+
+def test_the_run_keeps_what_was_said_and_the_page_shows_it(tmp_path: Path) -> None:
+    [said], _ = run_world(detached_run, 2, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lost_gradients"] for line in lines if "lost_gradients" in line] == [
+        [{"parameters": ["extra.weight", "extra.bias"], "since": 21}]
+    ]
+    findings = json.loads((tmp_path / "summary.json").read_text())["findings"]
+    [found] = [one for one in findings if one["kind"] == "lost-gradient"]
+    assert found["text"] == "2 parameters have no gradient any more: the loss stopped depending on them in step 21."
+    assert found["evidence"] == ["since step 21: extra.weight, extra.bias"]
+    page = " ".join((ROOT / "docs" / "when-numbers-go-bad.md").read_text().split())
+    for text in (said, found["text"], found["evidence"][0], found["fix"]):
+        assert re.sub(r"\d+", "N", text) in re.sub(r"\d+", "N", page)
 
 
 def test_rare_checks_cost_little() -> None:

@@ -19,6 +19,7 @@ RULES: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     learning.loss_at_chance,
     learning.loss_rises,
     learning.loss_spikes,
+    learning.lost_gradients,
     waits.throttling,
     waits.oversubscription,
     waits.data_loader,

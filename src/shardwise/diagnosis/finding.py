@@ -22,6 +22,7 @@ Kind = Literal[
     "loss-at-chance",
     "loss-rises",
     "loss-spike",
+    "lost-gradient",
     "healthy",
 ]
 Level = Literal["alarm", "hint", "fine"]

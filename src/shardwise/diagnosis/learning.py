@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from shardwise.diagnosis.finding import Finding
-from shardwise.diagnosis.observed import LossSpike
-from shardwise.diagnosis.weight import AT_CHANCE, CHANCE_STEPS, RISE, RISE_LINES, SAMPLES, SPIKES, Case
+from shardwise.diagnosis.observed import LossSpike, LostGradient
+from shardwise.diagnosis.weight import AT_CHANCE, CHANCE_STEPS, LOST, NAMES, RISE, RISE_LINES, SAMPLES, SPIKES, Case
 
 
 def loss_at_chance(case: Case) -> Iterator[Finding]:
@@ -71,6 +71,29 @@ def loss_spikes(case: Case) -> Iterator[Finding]:
         evidence=[_samples(one) for one in found[:SPIKES]],
         fix="look at these samples; if they are sound, lower optimizer.lr or clip gradients (optimizer.clip_norm=1.0)",
     )
+
+
+def lost_gradients(case: Case) -> Iterator[Finding]:
+    """Report parameters that trained and do not any more; all of a run in one finding."""
+    found = case.observed.lost_gradients
+    if not found:
+        return
+    names = [name for one in found for name in one.parameters]
+    yield case.finding(
+        "lost-gradient",
+        "hint",
+        f"{len(names)} parameter{' has' if len(names) == 1 else 's have'} no gradient any more: the loss stopped "
+        f"depending on {'it' if len(names) == 1 else 'them'} in step {found[0].since}.",
+        seconds=None,
+        evidence=[_lost(one) for one in found[:LOST]],
+        fix="freeze what is to stay as it is (requires_grad_(False)); else look for a detach, a no_grad, a branch that "
+        "is not taken any more, units that are always off, or gradients too small for their type",
+    )
+
+
+def _lost(one: LostGradient) -> str:
+    more = f" and {len(one.parameters) - NAMES} more" if len(one.parameters) > NAMES else ""
+    return f"since step {one.since}: {', '.join(one.parameters[:NAMES])}{more}"
 
 
 def _samples(one: LossSpike) -> str:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.cost.time.collective_time import Group, catalogue_bus_bytes_per_s
 from shardwise.cost.time.step_time import StepTime
-from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, Observed, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LinkUse, LossSpike, LostGradient, Observed, SaveStall
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_text
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import Link
@@ -167,6 +167,7 @@ def observe(
     mfu: float | None = None,
     losses: Sequence[tuple[int, float]] = (),
     spikes: Sequence[LossSpike] = (),
+    lost_gradients: Sequence[LostGradient] = (),
     vocab_size: int | None = None,
 ) -> Observed:
     """Collect everything known of a run, on rank 0; missing inputs stay unknown.
@@ -202,6 +203,7 @@ def observe(
         mfu=mfu,
         losses=tuple(losses),
         spikes=tuple(spikes),
+        lost_gradients=tuple(lost_gradients),
         vocab_size=vocab_size,
     )
 

@@ -96,6 +96,13 @@ class LossSpike(_Facts):
     samples: tuple[tuple[int, ...], ...] = ()
 
 
+class LostGradient(_Facts):
+    """Parameters that had a gradient and have none any more, ``since`` a step."""
+
+    parameters: tuple[str, ...]
+    since: int
+
+
 class Observed(_Facts):
     """Inputs of the diagnosis of a run.
 
@@ -104,6 +111,7 @@ class Observed(_Facts):
     peak of all ranks, and the memory of a rank's device (or its share of the host). ``price`` is US dollars for an hour
     of one device, by ``price_from``. ``mfu`` is measured. ``losses`` are the logged steps with their training loss in
     nats a token, ``spikes`` those far above the ones before, ``vocab_size`` the number of tokens to choose from.
+    ``lost_gradients`` are parameters whose gradient went missing during the run.
     ``configured`` is false where a fix cannot name keys of a config or of `shardwise.start`: in another tool's loop.
     """
 
@@ -127,6 +135,7 @@ class Observed(_Facts):
     mfu: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
     spikes: tuple[LossSpike, ...] = ()
+    lost_gradients: tuple[LostGradient, ...] = ()
     vocab_size: int | None = None
     configured: bool = True
 

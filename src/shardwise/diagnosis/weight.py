@@ -47,6 +47,10 @@ SPIKES = 3
 """Loss spikes that a finding lists; ``metrics.jsonl`` has all."""
 SAMPLES = 8
 """Samples of a replica that it lists."""
+LOST = 3
+"""Steps that a finding of lost gradients lists; ``metrics.jsonl`` has all."""
+NAMES = 6
+"""Parameters that it lists of each."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ _UNSEEN = {
     "loss-at-chance": "the loop logs its losses where it logs them",
     "loss-rises": "the loop logs its losses where it logs them",
     "loss-spike": "the loop logs its losses where it logs them",
+    "lost-gradient": "an observation does not look at gradients again and again",
 }
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from shardwise.diagnosis.diagnose import diagnose
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostRecorder, gpu_states, observe
-from shardwise.diagnosis.observed import DeviceState, HostUse, LossSpike, SaveStall
+from shardwise.diagnosis.observed import DeviceState, HostUse, LossSpike, LostGradient, SaveStall
 from shardwise.distributed.process_group import gather_ints
 from shardwise.measure.gpu.nvml import GpuSampler
 from shardwise.measure.profiler.profile_steps import StepTrace
@@ -31,7 +31,7 @@ from shardwise.receipts.lines.training_lines import TrainingLines
 from shardwise.receipts.lost_gradients import LostGradients
 from shardwise.run.job import Job
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.metrics import logged_losses, logged_spikes
+from shardwise.train.metrics import logged_losses, logged_lost_gradients, logged_spikes
 from shardwise.train.run_files import RunFile, replace_file
 from shardwise.train.run_interface import RunStart
 from shardwise.train.session import Session
@@ -91,7 +91,7 @@ class RunRecorder:
 
     def log_fields(self) -> dict[str, Any]:
         """Return additional values for a logged line, on rank 0."""
-        return self.attribution.log_fields()
+        return {**self.attribution.log_fields(), **self.lost_gradients.log_fields()}
 
     def wrote(self, line: dict[str, Any]) -> None:
         """Handle a written line of metrics, on rank 0; that of a checkpoint is stored."""
@@ -176,6 +176,7 @@ class RunRecorder:
             mfu=None if use is None else use.mfu,
             losses=logged_losses(metrics),
             spikes=[LossSpike.model_validate(one) for one in logged_spikes(metrics)],
+            lost_gradients=[LostGradient.model_validate(one) for one in logged_lost_gradients(metrics)],
             vocab_size=num_outputs(open_data(job.corpus)),
         )
         return diagnose(observed)

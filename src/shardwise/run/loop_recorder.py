@@ -14,14 +14,16 @@ from rich.console import Console
 from shardwise.diagnosis.diagnose import diagnose, why_nothing
 from shardwise.diagnosis.finding import Finding
 from shardwise.diagnosis.observe import HostRecorder, observe
+from shardwise.diagnosis.observed import LostGradient
 from shardwise.errors import MachineError
 from shardwise.measure.step_time.attribution import Attribution
 from shardwise.measure.step_time.timing import Timing
 from shardwise.receipts.effects import EffectsRecorder
+from shardwise.receipts.lost_gradients import LostGradients
 from shardwise.report.html.page import write_report
 from shardwise.report.terminal import print_findings, timing_table
 from shardwise.run.run_summary import write_environment
-from shardwise.train.metrics import MetricsFile, read_metrics
+from shardwise.train.metrics import MetricsFile, logged_lost_gradients, read_metrics
 from shardwise.train.run_files import RunFile
 from shardwise.train.session import Session
 from shardwise.train.step import Step, StepResult
@@ -32,12 +34,15 @@ LOG_S = 1.0  # between two lines: reading a loss waits for the device
 class LoopRecorder(HostRecorder):
     """Observer of a session that writes what ``shardwise report`` reads; also counts the host's use.
 
-    The first step is always logged, then one each second. ``effects`` has the receipt, if one is made.
+    The first step is always logged, then one each second. ``effects`` has the receipt, if one is made, ``lost`` what
+    has lost its gradient.
     """
 
-    def __init__(self, folder: Path, attribution: Attribution, effects: EffectsRecorder | None) -> None:
+    def __init__(
+        self, folder: Path, attribution: Attribution, effects: EffectsRecorder | None, lost: LostGradients | None
+    ) -> None:
         super().__init__()
-        self._folder, self._attribution, self._effects = folder, attribution, effects
+        self._folder, self._attribution, self._effects, self._lost = folder, attribution, effects, lost
         self._metrics: MetricsFile | None = None
         self._clock, self._since = time.perf_counter(), 0
         self._tokens = self._tokens_since = 0
@@ -76,6 +81,7 @@ class LoopRecorder(HostRecorder):
             tokens_per_s=self._tokens_since / seconds,
             time=time.time(),
             **self._attribution.log_fields(),
+            **({} if self._lost is None else self._lost.log_fields()),
         )
         self._clock, self._since, self._tokens_since = now, result.number, 0
 
@@ -88,7 +94,9 @@ class LoopRecorder(HostRecorder):
             return None
         self._log(session)
         self._metrics.close()
-        findings = () if timing is None else diagnose(observe(session, timing, host=host))
+        lost = [LostGradient.model_validate(one) for one in logged_lost_gradients(self._folder / RunFile.METRICS)]
+        found = None if timing is None else observe(session, timing, host=host, lost_gradients=lost)
+        findings = () if found is None else diagnose(found)
         receipt = None if self._effects is None else self._effects.receipt
         summary = {
             "schema": 1,

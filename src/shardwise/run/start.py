@@ -139,7 +139,7 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
     """Attach what measures and checks a session; return what measures its time."""
     session.timekeeper = attribution = Attribution.attach(session)
     explain_at_exit(OutOfMemoryRecorder(session, ForeseenLoop()))
-    effects = None
+    effects = lost = None
     if receipts:
         from shardwise.receipts.changed_types import DtypeRecorder
         from shardwise.receipts.drift import DriftRecorder
@@ -150,12 +150,12 @@ def _observe(session: Session, *, receipts: bool, output: str | Path | None) -> 
         effects = EffectsRecorder(on_receipt=print_receipt)
         session.observers.append(effects)
         DriftRecorder.attach(session)
-        LostGradients.attach(session)
+        lost = LostGradients.attach(session)
         DtypeRecorder.attach(session)
     if output is not None:
         from shardwise.run.loop_recorder import LoopRecorder
 
-        recorder = LoopRecorder(Path(output), attribution, effects)
+        recorder = LoopRecorder(Path(output), attribution, effects, lost)
         session.observers.append(recorder)
         session.reporter = recorder.conclude
         session.nonfinite_file = Path(output) / RunFile.NONFINITE

@@ -68,3 +68,8 @@ def logged_spikes(path: Path) -> list[dict[str, Any]]:
     """Return the logged spikes of the loss: ``step``, ``loss``, ``median`` and ``samples`` of each replica."""
     lines = (line for line in read_metrics(path) if "loss_spike" in line)
     return [{"step": line["step"], "loss": line["loss"], **line["loss_spike"]} for line in lines]
+
+
+def logged_lost_gradients(path: Path) -> list[dict[str, Any]]:
+    """Return the parameters that were named as without a gradient: ``parameters`` and ``since``, the first step."""
+    return [one for line in read_metrics(path) for one in line.get("lost_gradients", ())]

@@ -56,7 +56,7 @@ def main(args):
     train_loader = DataLoader(train_set, batch_size=args.batch_size, sampler=train_sampler)
     test_loader = DataLoader(test_set, batch_size=1000, sampler=DistributedSampler(test_set, shuffle=False))
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20000)
-    model = Net().to(local_rank)
+    model = Net().to(local_rank)  # SW513: FSDP(device_id=...) would move one unit after the other
     model = FSDP(model, auto_wrap_policy=policy)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)

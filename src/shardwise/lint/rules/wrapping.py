@@ -397,10 +397,7 @@ def moved_after_wrapping(script: Script) -> Iterator[Fault]:
         return
     for call in script.method_calls("to", "cuda"):
         model = owner(call)
-        moved = called_name(call) == "cuda" or (
-            call.args and has_word(ast.unparse(call.args[0]), "cuda", "device", "rank")
-        )
-        if not moved or not isinstance(model, ast.Name | ast.Attribute | ast.Call):
+        if not _to_gpu(call) or not isinstance(model, ast.Name | ast.Attribute | ast.Call):
             continue
         wrapping = script.value(model, call) if not isinstance(model, ast.Call) else (model, None, call)
         made = wrapping[0] if wrapping is not None else None
@@ -419,3 +416,40 @@ def moved_after_wrapping(script: Script) -> Iterator[Fault]:
             )
             if isinstance(inner, ast.Call) and not earlier and not through and not chained:
                 yield script.fault(call)
+
+
+def _to_gpu(move: ast.Call) -> bool:
+    return called_name(move) == "cuda" or bool(
+        move.args and has_word(ast.unparse(move.args[0]), "cuda", "device", "rank")
+    )
+
+
+@rule(
+    "SW513",
+    "whole-model-on-every-gpu",
+    severity="warning",
+    message="The whole model is moved to the GPU before it is sharded: for a while each GPU holds all of it.",
+    why="""A model that fits in shards alone is out of memory here. fully_shard() moves what it shards by itself, and
+    FSDP with device_id moves one unit after the other.""",
+    fix="leave the move out with fully_shard(); with FSDP, pass device_id=torch.cuda.current_device() instead",
+)
+def whole_model_on_every_gpu(script: Script) -> Iterator[Fault]:
+    """model.to(device) above fully_shard(model) or FSDP(model) in the same function."""
+    if script.backend == "gloo":
+        return
+    shards = [one for one in script.torch_calls("fully_shard", "FullyShardedDataParallel") if one.args]
+    for move in script.method_calls("to", "cuda"):
+        made = script.origin(move.args[0]) if move.args else None
+        if not _to_gpu(move) or has_word(ast.unparse(made) if made else "", "cpu", "meta"):
+            continue
+        stored, model = script.parent.get(move), owner(move)
+        names = {ast.unparse(one) for one in stored.targets} if isinstance(stored, ast.Assign) else {ast.unparse(move)}
+        names |= {ast.unparse(model)} if isinstance(model, ast.Name | ast.Attribute) else set()
+        if any(
+            ast.unparse(one.args[0]) in names
+            and one.lineno >= move.lineno
+            and script.scope(one) is script.scope(move)
+            and not script.wrapped(model, move) & {"fsdp1", "fsdp2"}
+            for one in shards
+        ):
+            yield script.fault(move)
