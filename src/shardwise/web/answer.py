@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ def _profile_of(model: str, *, seq_len: int | None, compiled: bool) -> ModelProf
         )
     if model == CONFIG and Path(CONFIG).is_file() and nesting(Path(CONFIG).read_text()) > MOST_DEEP:
         raise UserError(f"model '{CONFIG}' cannot be read as JSON: it is nested more than {MOST_DEEP} deep; repair it")
+    if model == CONFIG:
+        return load_profile(model, seq_len=seq_len, compiled=compiled)
+    return _named_profile(model, seq_len, compiled)
+
+
+@lru_cache(maxsize=64)  # costs are kept by the identity of their profile
+def _named_profile(model: str, seq_len: int | None, compiled: bool) -> ModelProfile:
     return load_profile(model, seq_len=seq_len, compiled=compiled)
 
 
