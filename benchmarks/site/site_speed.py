@@ -4,7 +4,8 @@
 the site served on loopback by a server that compresses as static hosts do, an empty cache for each first load. Cases:
 
 - ``first``: from the navigation to the complete answer
-- ``slider``: from the slider's event to the first new answer, and to the complete one
+- ``slider``: from the event of a slider (samples, tokens per sample, GPUs) to the first new answer, and to the complete
+  one; with ``--before SITE`` the same of another build, in turns
 - ``slow-cpu``: both, while Chromium has a quarter of the CPUs (by cgroup: DevTools slows the page, not its workers)
 - ``slow-network``: the first load at 10 Mbit/s and 40 ms, which the server keeps to (DevTools' limits spare workers)
 """
@@ -36,8 +37,10 @@ from tests.browser.pages import Browser, browser  # noqa: E402
 
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
 MEGABIT, LATENCY_S, CHUNK = 1e6 / 8, 0.04, 2**15
+# powers of two that each slider moves to, none of them twice: an answer that is known takes no time
+MOVES = {"global_batch": [7, 8, 9, 10, 5, 4, 3, 11, 12, 13], "seq_len": [13, 11, 10, 14, 9], "devices": [4, 5, 2, 6, 1]}
 SLIDER = """
-const done = arguments[arguments.length - 1], slider = document.getElementById("global_batch-slider");
+const done = arguments[arguments.length - 1], slider = document.getElementById(arguments[1] + "-slider");
 const body = document.body, quick = body.dataset.quick, full = body.dataset.answered, found = {};
 slider.value = arguments[0];
 const began = performance.now();
@@ -134,7 +137,7 @@ def first_answer(address: str) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sum(size for _, size in _Host.sent), "load": os.getloadavg()[0]}
 
 
-def moves(address: str, number: int) -> list[dict[str, Any]]:
+def moves(address: str, number: int, slider: str = "global_batch") -> list[dict[str, Any]]:
     """Seconds of the answers to a slider's moves, each to a question that was not asked before."""
     found = []
     with browser() as chromium:
@@ -142,9 +145,9 @@ def moves(address: str, number: int) -> list[dict[str, Any]]:
         chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
         until_answered(chromium, USUAL)
         chromium.wait("return document.body.dataset.fast === 'ready'")
-        for power in [7, 8, 9, 10, 5, 4, 3, 11, 12, 13][:number]:
+        for power in MOVES[slider][:number]:
             time.sleep(1.5)  # a reader looks at the answer
-            found.append({**chromium.driver.execute_async_script(SLIDER, power), "load": os.getloadavg()[0]})
+            found.append({**chromium.driver.execute_async_script(SLIDER, power, slider), "load": os.getloadavg()[0]})
     return found
 
 
@@ -182,7 +185,7 @@ def sizes(site: Path) -> dict[str, Any]:
     return {name: {"files": len(parts[name]), "bytes": plain[name], "gzipped": packed[name]} for name in parts}
 
 
-def measure(cases: list[str], site: Path, number: int) -> dict[str, Any]:
+def measure(cases: list[str], site: Path, number: int, before: Path | None = None) -> dict[str, Any]:
     """Run the cases, and return their samples."""
     samples: dict[str, Any] = {"sizes": sizes(site)}
     with host(site) as address:
@@ -190,7 +193,11 @@ def measure(cases: list[str], site: Path, number: int) -> dict[str, Any]:
         if "first" in cases:
             samples["first"] = [first_answer(address) for _ in range(number)]
         if "slider" in cases:
-            samples["slider"] = moves(address, 10)
+            with host(before or site) as other:
+                for name in MOVES:
+                    samples[f"slider {name}"] = moves(address, 10, name)
+                    if before is not None:
+                        samples[f"slider {name} before"] = moves(other, 10, name)
         if "slow-cpu" in cases:
             with quarter():
                 samples["slow-cpu first"] = [first_answer(address) for _ in range(max(3, number // 2))]
@@ -218,10 +225,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=["first", "slider", "slow-cpu", "slow-network"])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
+    parser.add_argument("--before", type=Path, help="another build of the site, whose sliders move in turns with these")
     parser.add_argument("--number", type=int, default=7)
     parser.add_argument("--write", action="store_true", help="keep the samples beside this file")
     words = parser.parse_args()
-    samples = measure(words.cases, words.site, words.number)
+    samples = measure(words.cases, words.site, words.number, words.before)
     print(json.dumps(samples["sizes"], indent=1), *summary(samples), sep="\n")
     if words.write:
         kept = HERE / f"site_speed_{date.today()}.json"
