@@ -55,8 +55,8 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     try:
         _check_places(question)
         if question.get("serve"):
-            found = serving_answer(question, _integer)
-            return {**found, "texts": texts(found["document"])}
+            served = serving_answer(question, _integer)
+            return {**served, "texts": texts(served["document"])}
         request, profile, prices, notes = _read(question)
         result = search_request(request, profile, costs=default_costs(), profile_of=_profile_of)
     except UserError as error:
