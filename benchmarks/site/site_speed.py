@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -137,17 +137,24 @@ def first_answer(address: str) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sum(size for _, size in _Host.sent), "load": os.getloadavg()[0]}
 
 
-def moves(address: str, number: int, slider: str = "global_batch") -> list[dict[str, Any]]:
-    """Seconds of the answers to a slider's moves, each to a question that was not asked before."""
-    found = []
-    with browser() as chromium:
-        chromium.driver.set_script_timeout(120)
-        chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
-        until_answered(chromium, USUAL)
-        chromium.wait("return document.body.dataset.fast === 'ready'")
+def moves(addresses: list[str], number: int, slider: str = "global_batch") -> list[list[dict[str, Any]]]:
+    """Seconds of the answers to a slider's moves, each to a question that was not asked before.
+
+    Each move is made in a browser for each address, one after the other.
+    """
+    found: list[list[dict[str, Any]]] = [[] for _ in addresses]
+    with ExitStack() as stack:
+        open_here = [stack.enter_context(browser()) for _ in addresses]
+        for chromium, address in zip(open_here, addresses, strict=True):
+            chromium.driver.set_script_timeout(120)
+            chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
+            until_answered(chromium, USUAL)
+            chromium.wait("return document.body.dataset.fast === 'ready'")
         for power in MOVES[slider][:number]:
-            time.sleep(1.5)  # a reader looks at the answer
-            found.append({**chromium.driver.execute_async_script(SLIDER, power, slider), "load": os.getloadavg()[0]})
+            for chromium, samples in zip(open_here, found, strict=True):
+                time.sleep(1.5)  # a reader looks at the answer
+                seconds = chromium.driver.execute_async_script(SLIDER, power, slider)
+                samples.append({**seconds, "load": os.getloadavg()[0]})
     return found
 
 
@@ -195,13 +202,12 @@ def measure(cases: list[str], site: Path, number: int, before: Path | None = Non
         if "slider" in cases:
             with host(before or site) as other:
                 for name in MOVES:
-                    samples[f"slider {name}"] = moves(address, 10, name)
-                    if before is not None:
-                        samples[f"slider {name} before"] = moves(other, 10, name)
+                    names = [f"slider {name}", *([f"slider {name} before"] if before else [])]
+                    samples |= zip(names, moves([address, other][: len(names)], number, name), strict=True)
         if "slow-cpu" in cases:
             with quarter():
                 samples["slow-cpu first"] = [first_answer(address) for _ in range(max(3, number // 2))]
-                samples["slow-cpu slider"] = moves(address, 5)
+                samples["slow-cpu slider"] = moves([address], 5)[0]
         if "slow-network" in cases:
             _Host.bytes_per_s = 10 * MEGABIT
             samples["slow-network first"] = [first_answer(address) for _ in range(max(3, number // 2))]
