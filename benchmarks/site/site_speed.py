@@ -4,7 +4,8 @@
 the site served on loopback by a server that compresses as static hosts do, an empty cache for each first load. Cases:
 
 - ``first``: from the navigation to the complete answer
-- ``slider``: from the slider's event to the first new answer, and to the complete one
+- ``slider``: from the event of a slider (samples, tokens per sample, GPUs) to the first new answer, and to the complete
+  one; with ``--before SITE`` the same of another build, in turns
 - ``slow-cpu``: both, while Chromium has a quarter of the CPUs (by cgroup: DevTools slows the page, not its workers)
 - ``slow-network``: the first load at 10 Mbit/s and 40 ms, which the server keeps to (DevTools' limits spare workers)
 """
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,10 @@ from tests.browser.pages import Browser, browser  # noqa: E402
 
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
 MEGABIT, LATENCY_S, CHUNK = 1e6 / 8, 0.04, 2**15
+# powers of two that each slider moves to, none of them twice: an answer that is known takes no time
+MOVES = {"global_batch": [7, 8, 9, 10, 5, 4, 3, 11, 12, 13], "seq_len": [13, 11, 10, 14, 9], "devices": [4, 5, 2, 6, 1]}
 SLIDER = """
-const done = arguments[arguments.length - 1], slider = document.getElementById("global_batch-slider");
+const done = arguments[arguments.length - 1], slider = document.getElementById(arguments[1] + "-slider");
 const body = document.body, quick = body.dataset.quick, full = body.dataset.answered, found = {};
 slider.value = arguments[0];
 const began = performance.now();
@@ -134,17 +137,24 @@ def first_answer(address: str) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": sum(size for _, size in _Host.sent), "load": os.getloadavg()[0]}
 
 
-def moves(address: str, number: int) -> list[dict[str, Any]]:
-    """Seconds of the answers to a slider's moves, each to a question that was not asked before."""
-    found = []
-    with browser() as chromium:
-        chromium.driver.set_script_timeout(120)
-        chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
-        until_answered(chromium, USUAL)
-        chromium.wait("return document.body.dataset.fast === 'ready'")
-        for power in [7, 8, 9, 10, 5, 4, 3, 11, 12, 13][:number]:
-            time.sleep(1.5)  # a reader looks at the answer
-            found.append({**chromium.driver.execute_async_script(SLIDER, power), "load": os.getloadavg()[0]})
+def moves(addresses: list[str], number: int, slider: str = "global_batch") -> list[list[dict[str, Any]]]:
+    """Seconds of the answers to a slider's moves, each to a question that was not asked before.
+
+    Each move is made in a browser for each address, one after the other.
+    """
+    found: list[list[dict[str, Any]]] = [[] for _ in addresses]
+    with ExitStack() as stack:
+        open_here = [stack.enter_context(browser()) for _ in addresses]
+        for chromium, address in zip(open_here, addresses, strict=True):
+            chromium.driver.set_script_timeout(120)
+            chromium.driver.get(f"{address}/index.html#{urlencode(USUAL)}")
+            until_answered(chromium, USUAL)
+            chromium.wait("return document.body.dataset.fast === 'ready'")
+        for power in MOVES[slider][:number]:
+            for chromium, samples in zip(open_here, found, strict=True):
+                time.sleep(1.5)  # a reader looks at the answer
+                seconds = chromium.driver.execute_async_script(SLIDER, power, slider)
+                samples.append({**seconds, "load": os.getloadavg()[0]})
     return found
 
 
@@ -182,7 +192,7 @@ def sizes(site: Path) -> dict[str, Any]:
     return {name: {"files": len(parts[name]), "bytes": plain[name], "gzipped": packed[name]} for name in parts}
 
 
-def measure(cases: list[str], site: Path, number: int) -> dict[str, Any]:
+def measure(cases: list[str], site: Path, number: int, before: Path | None = None) -> dict[str, Any]:
     """Run the cases, and return their samples."""
     samples: dict[str, Any] = {"sizes": sizes(site)}
     with host(site) as address:
@@ -190,11 +200,14 @@ def measure(cases: list[str], site: Path, number: int) -> dict[str, Any]:
         if "first" in cases:
             samples["first"] = [first_answer(address) for _ in range(number)]
         if "slider" in cases:
-            samples["slider"] = moves(address, 10)
+            with host(before or site) as other:
+                for name in MOVES:
+                    names = [f"slider {name}", *([f"slider {name} before"] if before else [])]
+                    samples |= zip(names, moves([address, other][: len(names)], number, name), strict=True)
         if "slow-cpu" in cases:
             with quarter():
                 samples["slow-cpu first"] = [first_answer(address) for _ in range(max(3, number // 2))]
-                samples["slow-cpu slider"] = moves(address, 5)
+                samples["slow-cpu slider"] = moves([address], 5)[0]
         if "slow-network" in cases:
             _Host.bytes_per_s = 10 * MEGABIT
             samples["slow-network first"] = [first_answer(address) for _ in range(max(3, number // 2))]
@@ -218,10 +231,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=["first", "slider", "slow-cpu", "slow-network"])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
+    parser.add_argument("--before", type=Path, help="another build of the site, whose sliders move in turns with these")
     parser.add_argument("--number", type=int, default=7)
     parser.add_argument("--write", action="store_true", help="keep the samples beside this file")
     words = parser.parse_args()
-    samples = measure(words.cases, words.site, words.number)
+    samples = measure(words.cases, words.site, words.number, words.before)
     print(json.dumps(samples["sizes"], indent=1), *summary(samples), sep="\n")
     if words.write:
         kept = HERE / f"site_speed_{date.today()}.json"

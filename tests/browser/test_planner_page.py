@@ -23,6 +23,8 @@ from tests.commands import shardwise
 REASON = why_not() or why_no_site()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or ""), pytest.mark.timeout(600)]
 SEED, FEW, MANY = 20261124, 8, 200
+FLAGS = ("compile", "any", "optimizer-in-backward", "serve")
+SERVED = {"model": "llama-3.1-70b", "cluster": "4xA100-SXM-80GB", "serve": "on", "context": "32k", "concurrency": "12"}
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
 CONFIG = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
           "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048}  # fmt: skip
@@ -81,13 +83,8 @@ def show(page: SimpleNamespace, words: dict[str, str]) -> None:
 
 def asked_of_the_command_line(words: dict[str, str]) -> dict[str, Any] | list[str]:
     """The document of ``shardwise plan --json``, or the problems that it prints."""
-    flags = [f"--{name}" for name in ("compile", "any") if name in words]
-    options = [
-        text
-        for name, value in words.items()
-        if name not in ("model", "compile", "any")
-        for text in (f"--{name}", value)
-    ]
+    flags = [f"--{name}" for name in FLAGS if name in words]
+    options = [text for name, value in words.items() if name not in ("model", *FLAGS) for text in (f"--{name}", value)]
     done = shardwise("plan", words["model"], *options, *flags, "--json", exit_code=None)
     if done.returncode == 2:
         return done.stderr.splitlines()
@@ -128,20 +125,57 @@ def random_question(dice: random.Random) -> dict[str, str]:
         "optimizer": ("adafactor", "sgd", "muon"),
         "precision": ("bf16", "fp32"),
         "recompute": ("none", "full"),
+        "program": ("torchtitan", "megatron", "deepspeed", "trl"),
+        "weights": ("compute", "masters", "fp32"),
     }.items():
         if dice.random() < 0.15:
             words[name] = dice.choice(values)
-    for flag in ("compile", "any"):
+    for name, values in {
+        "rounding": ("stochastic", "kahan"),
+        "accumulate": ("compute",),
+        "reduce": ("compute",),
+        "loss-chunks": ("4",),
+        "document-len": ("256",),
+        "lora-rank": ("8",),
+        "lora-targets": ("attention", "q_proj,v_proj"),
+        "objective": ("dpo",),
+        "framework-overhead": ("off",),
+    }.items():
+        if dice.random() < 0.06:
+            words[name] = dice.choice(values)
+    for flag in ("compile", "any", "optimizer-in-backward"):
         if dice.random() < 0.1:
             words[flag] = "on"
     return words
 
 
+def random_serving(dice: random.Random) -> dict[str, str]:
+    """A question about inference."""
+    models = ("llama-3.1-8b", "gpt2", "qwen2.5-7b", "mistral-7b", "llama-3.1-70b", "qwen3-30b-a3b", "deepseek-v3")
+    gpus = ("A100-SXM-80GB", "H100-SXM", "RTX4090", "V100-SXM-32GB", "L4", "MI300X")
+    words = {
+        "model": dice.choice(models),
+        "cluster": f"{dice.choice((1, 2, 4, 8, '2x8'))}x{dice.choice(gpus)}",
+        "serve": "on",
+    }
+    for name, values in {
+        "context": ("1000", "4k", "32k", "128k"),
+        "concurrency": ("1", "7", "16", "256"),
+        "quant": ("int8", "int4", "fp8"),
+        "kv-cache": ("fp8", "16-bit"),
+        "tp": ("1", "2", "4", "8"),
+    }.items():
+        if dice.random() < 0.5:
+            words[name] = dice.choice(values)
+    return words
+
+
+@pytest.mark.parametrize("ask", [random_question, random_serving])
 @pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
-def test_every_number_is_the_command_lines(page, number):
+def test_every_number_is_the_command_lines(page, number, ask):
     dice, answered = random.Random(SEED), 0
     for _ in range(number):
-        words = random_question(dice)
+        words = ask(dice)
         show(page, words)
         expected = asked_of_the_command_line(words)
         if isinstance(expected, list):
@@ -187,7 +221,8 @@ def test_a_curves_numbers_too(page):
         pytest.param("desktop", "light", marks=pytest.mark.soak),
     ],
 )
-def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, size, theme):
+@pytest.mark.parametrize("question", [USUAL, SERVED], ids=["train", "serve"])
+def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, size, theme, question):
     width, height = SIZES[size]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
     page.chromium.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -197,7 +232,7 @@ def test_the_page_is_as_wide_as_the_screen_and_readable_by_all(page, tmp_path, s
         clusters = [("cluster", "8xA100-SXM-80GB"), ("cluster", "2x8xH100-SXM")]
         page.chromium.run(
             "location.hash = arguments[0]",
-            urlencode([*((k, v) for k, v in USUAL.items() if k != "cluster"), *clusters]),
+            urlencode([*((k, v) for k, v in question.items() if k != "cluster"), *clusters]),
         )
         wait(page, "return document.querySelectorAll('tbody [data-question] td:nth-child(3) .num').length == 2")
         page.chromium.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
@@ -229,6 +264,25 @@ def test_a_slider_answers_by_keyboard_and_the_last_answer_stays_visible(page):
     wait(page, "return shardwise.isShown(arguments[0])", urlencode(words))
     same(page.chromium.run("return shardwise.answer().document"), asked_of_the_command_line(words))
     wait(page, "return location.hash.includes('global-batch=256')")
+
+
+def test_the_serve_tab_by_keyboard(page):
+    from selenium.webdriver.common.keys import Keys
+
+    show(page, USUAL)
+    find = page.chromium.driver.find_element
+    find("id", "to-serve").send_keys(Keys.ENTER)
+    wait(page, "return shardwise.answer().serving && !document.querySelector('#result.stale')")
+    assert page.chromium.run("return document.getElementById('to-serve').getAttribute('aria-pressed')") == "true"
+    assert page.chromium.run("return document.getElementById('seq_len').offsetParent") is None
+    find("id", "concurrency-slider").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    wait(page, "return shardwise.answer().document.concurrency === 4")
+    wait(page, "return location.hash.includes('serve=on') && location.hash.includes('concurrency=4')")
+    command = page.chromium.run("return document.getElementById('command').textContent").split()
+    assert command[2:] == ["llama-3.1-8b", "--cluster", "8xA100-SXM-80GB", "--serve", "--concurrency", "4"]
+    find("id", "to-train").send_keys(Keys.ENTER)
+    wait(page, "return Boolean(shardwise.answer().document.candidates)")
+    assert page.chromium.run("return document.querySelectorAll('.strategy').length") > 3
 
 
 @pytest.mark.soak

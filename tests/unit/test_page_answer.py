@@ -60,6 +60,27 @@ def test_a_plan_file_is_the_command_lines(tmp_path):
     assert found["plan"] == (tmp_path / "plan.toml").read_text()
 
 
+def test_an_answer_about_serving_is_the_command_lines():
+    question = {"model": "llama-3.1-70b", "cluster": "4xA100-80GB", "serve": "on", "context": "32k"}
+    question |= {"concurrency": "12", "kv_cache": "fp8", "quant": "int8", "tp": "4"}
+    found = answer(question)
+    words = found["command"].split()[2:]
+    assert found["document"] == command_lines(*words)
+    assert words[:4] == ["llama-3.1-70b", "--cluster", "4xA100-80GB", "--serve"] and len(words) == 14
+    told, best = found["texts"], found["document"]["options"][0]
+    assert f"generates {told['options.0.tokens_per_s']} tokens/s" in found["document"]["answer"][1]
+    assert f"{told['options.0.first_token_s']} to its first token" in found["document"]["answer"][1]
+    assert best["most_sequences"] and told["options.0.weight_bytes"].endswith("GiB")
+
+
+def test_rare_options_are_the_command_lines():
+    changes = {"program": "torchtitan", "weights": "compute", "loss_chunks": "8", "optimizer_in_backward": "on"}
+    found = answer(QUESTION | changes)
+    words = ("--program", "torchtitan", "--weights", "compute", "--loss-chunks", "8", "--optimizer-in-backward")
+    assert all(word in found["command"].split() for word in words)
+    assert found["document"] == command_lines(*found["command"].split()[2:])
+
+
 def test_the_engine_needs_no_torch(tmp_path):
     pack_engine(tmp_path / "engine.zip", [])
     shutil.unpack_archive(tmp_path / "engine.zip", tmp_path / "engine")  # as the page does
@@ -67,6 +88,9 @@ def test_the_engine_needs_no_torch(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["document"]["candidates"]
+    command[-1] = json.dumps({"model": "gpt2", "cluster": "2xA100-80GB", "serve": "on"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout)["document"]["options"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -82,6 +106,8 @@ def test_the_engine_needs_no_torch(tmp_path):
         ({"strange": "1"}, "'strange': the page has no such field"),
         ({"optimizer": "adamx"}, "--optimizer 'adamx' must be one of"),
         ({"model": ""}, "needs a model and a cluster"),
+        ({"program": "torchtan"}, "--program 'torchtan' must be one of"),
+        ({"serve": "on"}, "'global_batch': the page has no such field for serving"),
     ],
 )
 def test_a_wrong_question_has_problems(changes, says):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -60,10 +61,11 @@ LINKS = "nvlink, nvlink1 to nvlink5, xgmi, pcie, pcie3 to pcie6, pcie4x8 (8 lane
 NETWORKS = "ib400, roce200, efa100, eth25 (Gbit/s for each device) or 1600g (Gbit/s for each node)"
 
 
+@lru_cache(maxsize=256)  # costs are kept by the identity of their cluster
 def gpu_cluster(
     text: str,
     name: str,
-    numbers: Sequence[int],
+    numbers: tuple[int, ...],
     *,
     link_text: str | None = None,
     network_text: str | None = None,

@@ -34,7 +34,7 @@ def parse_cluster(text: str) -> ClusterSpec:
     if found is None:
         raise PlanError(f"cluster '{text}' is not understood; write {GRAMMAR}, or the path of a .toml or .json file")
     first, second, name, link_text, network_text = found.groups()
-    numbers = [int(n) if len(n) < 8 else MOST_DEVICES + 1 for n in (first, second) if n is not None]
+    numbers = tuple(int(n) if len(n) < 8 else MOST_DEVICES + 1 for n in (first, second) if n is not None)
     if 0 in numbers:
         raise PlanError(f"cluster '{text}': the numbers of nodes and devices must be 1 or more")
     if math.prod(numbers) > MOST_DEVICES:
@@ -44,4 +44,4 @@ def parse_cluster(text: str) -> ClusterSpec:
             raise PlanError(f"cluster '{text}': links are not planned between CPU ranks; write 2xcpu")
         here = detect("cpu", numbers[-1] if numbers else None)
         return here.model_copy(update={"nodes": numbers[0] if len(numbers) == 2 else 1})
-    return gpu_cluster(text, name, numbers or [1], link_text=link_text, network_text=network_text)
+    return gpu_cluster(text, name, numbers or (1,), link_text=link_text, network_text=network_text)

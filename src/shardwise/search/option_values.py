@@ -42,8 +42,8 @@ def program_of(words: Mapping[str, Any], cluster: ClusterSpec | None) -> Program
     given = {name: words[name] for name in TYPES if words[name] is not None}
     if any(value not in get_args(TYPES[name]) for name, value in given.items()):
         given = {}  # `bad_choices` says so
-    program = program.model_copy(update=given)
     if given:
+        program = program.model_copy(update=given)
         if program.weights != "masters" and "accumulate" not in given:
             program = program.model_copy(update={"accumulate": "fp32"})
         precision = words["precision"] or ("bf16" if cluster is None else default_precision(cluster))

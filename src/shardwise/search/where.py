@@ -95,7 +95,7 @@ def _rented(instance: Instance, nodes: int) -> Place | None:
 
 def _cluster(gpu: str, nodes: int, devices: int) -> ClusterSpec | None:
     try:
-        return gpu_cluster(f"{nodes}x{devices}x{gpu}", gpu, [nodes, devices])
+        return gpu_cluster(f"{nodes}x{devices}x{gpu}", gpu, (nodes, devices))
     except PlanError:
         return None
 

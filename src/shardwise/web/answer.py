@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.model.catalogue import catalogue_names, find_architecture
 from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import OPTIMIZERS
+from shardwise.plan.program import OWN, program_names
 from shardwise.report.plan_json import document
 from shardwise.report.plan_sentences import sentences
 from shardwise.search.option_values import read_length
@@ -35,9 +37,11 @@ from shardwise.search.plan_request import (
 )
 from shardwise.search.problem import ask, default_costs
 from shardwise.units import bytes_text, count_text, hours_text, money_text, number_text, seconds_text
+from shardwise.web.serving_answer import serving_answer
 
 CONFIG = "config.json"
-BYTES = ("memory_bytes", "phases", "usable_bytes", "device_memory_bytes", "host_memory_bytes")
+BYTES = ("memory_bytes", "phases")
+SECONDS = ("time_parts_s", "step_parts_s")
 MONEY = ("cost", "dollars_per_million_tokens", "dollars", "per_device_hour", "price_per_device_hour")
 FLAGS = ("compiled", "any_plan", "optimizer_in_backward")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)  # of JSON; one that does not end takes the rest
@@ -49,6 +53,10 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     A wrong question has ``problems`` instead, in the words of the command line.
     """
     try:
+        _check_places(question)
+        if question.get("serve"):
+            served = serving_answer(question, _integer)
+            return {**served, "texts": texts(served["document"])}
         request, profile, prices, notes = _read(question)
         result = search_request(request, profile, costs=default_costs(), profile_of=_profile_of)
     except UserError as error:
@@ -73,13 +81,13 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _profile_of(model: str, *, seq_len: int | None, compiled: bool) -> ModelProfile:
-    if model != CONFIG and (":" in model or "/" in model or Path(model).suffix in (".py", ".json", ".toml")):
-        raise UserError(
-            f"model '{model:.80}': the page plans names of the catalogue and a config.json that is dropped on it; for "
-            f"others run: shardwise plan {model:.80}"
-        )
-    if model == CONFIG and Path(CONFIG).is_file() and nesting(Path(CONFIG).read_text()) > MOST_DEEP:
-        raise UserError(f"model '{CONFIG}' cannot be read as JSON: it is nested more than {MOST_DEEP} deep; repair it")
+    if model == CONFIG:
+        return load_profile(model, seq_len=seq_len, compiled=compiled)
+    return _named_profile(model, seq_len, compiled)
+
+
+@lru_cache(maxsize=64)  # costs are kept by the identity of their profile
+def _named_profile(model: str, seq_len: int | None, compiled: bool) -> ModelProfile:
     return load_profile(model, seq_len=seq_len, compiled=compiled)
 
 
@@ -90,6 +98,26 @@ def nesting(text: str) -> int:
         depth += 1 if bracket in "[{" else -1
         deepest = max(deepest, depth)
     return deepest
+
+
+def _check_places(question: Mapping[str, str]) -> None:
+    """Refuse what the page cannot reach: files, factories, this machine."""
+    model, cluster = question.get("model", "").strip(), question.get("cluster", "").strip()
+    if not model or not cluster:
+        raise UserError("a question needs a model and a cluster, such as llama-3.1-8b and 8xA100-80GB")
+    here = cluster.lower()
+    if here in ("auto", "local") or here.endswith(("cpu", ".toml", ".json")):
+        raise UserError(
+            f"cluster '{here:.80}': the page sees neither this machine nor its files; name GPUs, such as 8xA100-80GB, "
+            "or use the command line"
+        )
+    if model != CONFIG and (":" in model or "/" in model or Path(model).suffix in (".py", ".json", ".toml")):
+        raise UserError(
+            f"model '{model:.80}': the page plans names of the catalogue and a config.json that is dropped on it; for "
+            f"others run: shardwise plan {model:.80}"
+        )
+    if model == CONFIG and Path(CONFIG).is_file() and nesting(Path(CONFIG).read_text()) > MOST_DEEP:
+        raise UserError(f"model '{CONFIG}' cannot be read as JSON: it is nested more than {MOST_DEEP} deep; repair it")
 
 
 def _read(question: Mapping[str, str]) -> tuple[PlanRequest, ModelProfile, Any, list[str]]:
@@ -110,14 +138,6 @@ def _read(question: Mapping[str, str]) -> tuple[PlanRequest, ModelProfile, Any, 
         else:
             words[name] = text.strip()
     words["seq_len"] = tried(problems, lambda: read_length(words["seq_len"]))
-    if not words["model"] or not words["cluster"]:
-        raise UserError(*problems, "a question needs a model and a cluster, such as llama-3.1-8b and 8xA100-80GB")
-    here = words["cluster"].lower()
-    if here in ("auto", "local") or here.endswith(("cpu", ".toml", ".json")):
-        raise UserError(
-            f"cluster '{here:.80}': the page sees neither this machine nor its files; name GPUs, such as 8xA100-80GB, "
-            "or use the command line"
-        )
     return build_request(words, problems=problems, notes=[], profile_of=_profile_of)
 
 
@@ -147,11 +167,11 @@ def number(value: float | None, path: tuple[str, ...]) -> str:
     key = path[-1]
     if value is None:
         return "unknown"
-    if any(part in BYTES for part in path):
+    if any(part in BYTES for part in path) or key.endswith(("_bytes", "bytes_of_a_sequence")):
         return bytes_text(value)
     if key.endswith("_bytes_per_s"):
         return f"{bytes_text(value)}/s"
-    if key.endswith("_s") or "time_parts_s" in path:
+    if (key.endswith("_s") and not key.endswith("_per_s")) or any(part in SECONDS for part in path):
         return seconds_text(value)
     if key in MONEY:
         return money_text(value)
@@ -165,7 +185,7 @@ def number(value: float | None, path: tuple[str, ...]) -> str:
 
 
 def lists() -> dict[str, Any]:
-    """Return what the page offers: models with their size, GPUs with memory, node and price, and optimizers."""
+    """Return what the page offers: models with their size, GPUs with memory, node and price, optimizers, programs."""
     models, gpus = [], []
     for name in catalogue_names():
         found = find_architecture(name)
@@ -183,7 +203,12 @@ def lists() -> dict[str, Any]:
                 "price": money_text(gpu.price_per_hour),
             }
         )
-    return {"models": models, "gpus": gpus, "optimizers": list(OPTIMIZERS)}
+    return {
+        "models": models,
+        "gpus": gpus,
+        "optimizers": list(OPTIMIZERS),
+        "programs": [name for name in program_names() if name != OWN],
+    }
 
 
 def reply(kind: str, text: str) -> str:

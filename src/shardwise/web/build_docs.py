@@ -29,9 +29,11 @@ POLICY = (
 )
 PAGE_OPTIONS = (
     *("cluster", "seq-len", "global-batch", "tokens", "precision", "optimizer", "strategy", "micro-batch"),
-    *("recompute", "loss"),
+    *("recompute", "loss", "program", "weights", "accumulate", "reduce", "rounding", "objective", "lora-rank"),
+    *("lora-targets", "virtual-stages", "loss-chunks", "document-len", "framework-overhead"),
+    *("context", "concurrency", "quant", "kv-cache", "tp"),
 )
-PAGE_FLAGS = ("compile", "any")
+PAGE_FLAGS = ("compile", "any", "optimizer-in-backward", "serve")
 FENCE = re.compile(r"^```.*?^```[^\n]*\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 INLINE = re.compile(r"<script>(.*?)</script>", re.DOTALL)

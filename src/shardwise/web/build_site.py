@@ -27,7 +27,8 @@ PAGE = "index.html"
 LAYERS = (
     *("__init__.py", "errors.py", "units.py", "environment.py", "document.py", "import_object.py"),
     *("hardware", "model", "plan", "cost", "search"),
-    *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py", "web/__init__.py", "web/answer.py"),
+    *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py", "report/serving_json.py"),
+    *("web/__init__.py", "web/answer.py", "web/serving_answer.py"),
 )
 HEAVY = re.compile(r"^(?:import|from) (?:torch|numpy|typer|rich)\b", re.MULTILINE)
 STAMP = (1980, 1, 1, 0, 0, 0)  # the same sources make the same bytes

@@ -220,15 +220,14 @@ class CachingAllocator:
 
     def _best(self, pool: _Pool, place: int) -> Block:
         """Find the best fit, where a block counts with the unmapped addresses behind it."""
-
-        def reach(index: int) -> int:
-            block = pool.blocks[pool.keys[index][1]]
-            after = block.after
-            return block.size + (after.size if after is not None and not after.mapped else 0)
-
-        while place + 1 < len(pool.keys) and reach(place + 1) < reach(place):
-            place += 1
-        return pool.blocks.pop(pool.keys.pop(place)[1])
+        keys, blocks = pool.keys, pool.blocks
+        reach = _reach(blocks[keys[place][1]])
+        while place + 1 < len(keys) and keys[place + 1][0] < reach:
+            following = _reach(blocks[keys[place + 1][1]])
+            if following >= reach:
+                break
+            place, reach = place + 1, following
+        return blocks.pop(keys.pop(place)[1])
 
     def _grow(self, pool: _Pool, size: int) -> Block:
         """Map pages behind a free block, in a hole, or at the segment's end."""
@@ -291,3 +290,9 @@ class CachingAllocator:
         else:
             pool.unmapped.append(block)
             pool.unmapped.sort(key=lambda hole: hole.address)
+
+
+def _reach(block: Block) -> int:
+    """Bytes of a block with the unmapped ones behind it."""
+    after = block.after
+    return block.size if after is None or after.mapped else block.size + after.size

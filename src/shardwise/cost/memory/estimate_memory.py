@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from shardwise.cost.memory.allocation_trace import WRITTEN, AllocationTrace, Program
 from shardwise.cost.memory.cost_inputs import CostInputs
@@ -20,6 +21,7 @@ from shardwise.cost.memory.expert_shards import held_shape
 from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
+from shardwise.cost.memory.memory_key import MemoryKey
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
@@ -226,6 +228,13 @@ def estimate(
     ``optimizer`` of later steps, ``save`` and ``resume``, which copy one tensor at a time through the host. Of a
     pipeline each value is that of the stage with the highest one.
     """
+    return _estimate(MemoryKey(profile, plan, workload, cluster))
+
+
+@lru_cache(maxsize=4096)
+def _estimate(key: MemoryKey) -> Estimate:
+    profile, plan, workload, cluster = key.profile, key.plan, key.workload, key.cluster
+    assert cluster is not None
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
     traits = workload.program

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 
 from shardwise.cost.memory.activations import UnitBytes, unit_bytes
 from shardwise.cost.memory.local_shapes import (
@@ -24,9 +23,9 @@ from shardwise.cost.memory.local_shapes import (
     unit_weights,
     with_routing,
 )
+from shardwise.cost.memory.memory_key import MemoryKey
 from shardwise.cost.memory.optimizer_shards import optimizer_bytes, optimizer_mean_bytes
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
@@ -39,71 +38,17 @@ class BytesLine:
     each: float = 0.0
 
 
-_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles"}))  # styles have no cost and cannot be cache keys
-
-
-class _Key:
-    """Cache key of the lines.
-
-    Profile, plan and workload are compared by identity or by the few fields that matter.
-    """
-
-    __slots__ = ("_facts", "_hash", "plan", "profile", "workload")
-
-    def __init__(self, profile: ModelProfile, plan: Plan, workload: Workload) -> None:
-        dims = plan.dims
-        self.profile, self.plan, self.workload = profile, plan, workload
-        self._facts = (
-            id(profile),
-            plan.strategy,
-            dims.dp_replicate,
-            dims.dp_shard,
-            dims.tp,
-            dims.pp,
-            dims.cp,
-            dims.ep,
-            plan.precision,
-            plan.recompute,
-            *_OPTIONS(plan),
-            plan.device,
-            plan.objective,
-            min(plan.grad_accum, dims.pp + 1),
-            workload.optimizer,
-            workload.optimizer_states,
-            workload.scalar_states,
-            workload.optimizer_temporaries,
-            workload.loop_temporaries,
-            workload.compiled,
-            workload.average,
-            workload.fused_loss,
-            id(workload.program),
-            plan.weights,
-            plan.accumulate,
-            plan.reduce,
-            plan.rounding,
-            workload.capacity_factor,
-            workload.balanced_experts,
-        )
-        self._hash = hash(self._facts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._facts == other._facts
-
-    def __hash__(self) -> int:
-        return self._hash
-
-
 def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> int:
     """Live bytes at the peak of the fullest rank, some per cent low.
 
     Allocator overhead and context are not counted.
     """
     micro = plan.sequences
-    return int(max(line.fixed + line.each * micro for line in _lines(_Key(profile, plan, workload))))
+    return int(max(line.fixed + line.each * micro for line in _lines(MemoryKey(profile, plan, workload))))
 
 
 @lru_cache(maxsize=16384)
-def _lines(key: _Key) -> tuple[BytesLine, ...]:
+def _lines(key: MemoryKey) -> tuple[BytesLine, ...]:
     plan, workload = key.plan, key.workload
     layout = with_routing(layout_of(plan, workload.program), workload)
     lines: list[BytesLine] = []

@@ -127,8 +127,10 @@ def replay(
                 handles.append((size, category, allocator.alloc(size, stream) if cuda else None))
                 live[category] += size
                 total += size
-                peak = max(peak, total)
-                most[category] = max(most[category], live[category])
+                if total > peak:
+                    peak = total
+                if live[category] > most[category]:
+                    most[category] = live[category]
         phases.append(Phase(name=name, allocated=peak, reserved=allocator.peak_reserved if cuda else peak))
     return SimulatedStep(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
 

@@ -3,7 +3,8 @@ import { picture } from "./charts.js";
 import { $, h } from "./dom.js";
 import { Engine } from "./engine.js";
 import * as result from "./result.js";
-import { FLAGS, WORDS, clusterText, devicesOf, fromHash, question, toHash } from "./state.js";
+import * as serving from "./serving.js";
+import { FLAGS, RARE, SERVING, WORDS, clusterText, devicesOf, fromHash, question, toHash } from "./state.js";
 
 const full = new Engine();
 let fast = null; // loads once the first answer is there
@@ -28,9 +29,14 @@ function fill() {
   $("model").value = state.config === null ? state.model : configName();
   $("gpu").value = [...$("gpu").options].some((one) => one.value === cluster.gpu) ? cluster.gpu : "";
   for (const name of ["devices", "link", "network"]) $(name).value = cluster[name];
-  for (const name of WORDS) $(name).value = state[name];
+  for (const name of [...WORDS, ...SERVING]) $(name).value = state[name];
   for (const name of FLAGS) $(name).checked = state[name];
-  if (WORDS.slice(3).some((name) => state[name]) || FLAGS.some((name) => state[name])) $("more").open = true;
+  if (WORDS.slice(3).some((name) => state[name] && !RARE.includes(name)) || FLAGS.some((name) => state[name])) $("more").open = true;
+  if (RARE.some((name) => state[name])) $("more").open = $("rare").open = true;
+  for (const name of ["train", "serve"]) {
+    $(name).hidden = state.serve !== (name === "serve");
+    $(`to-${name}`).setAttribute("aria-pressed", String(!$(name).hidden));
+  }
   slide();
   $("clusters").replaceChildren(...state.clusters.map((one, i) =>
     h("button", { type: "button", "aria-pressed": String(i === state.at), onclick: () => choose(i) }, clusterText(one))),
@@ -49,10 +55,10 @@ function power(text) {
 }
 
 function slide() {
-  for (const [name, text] of [["devices", state.clusters[state.at].devices], ["seq_len", state.seq_len], ["global_batch", state.global_batch]]) {
+  for (const [name, text] of [["devices", state.clusters[state.at].devices], ["seq_len", state.seq_len], ["global_batch", state.global_batch], ["context", state.context], ["concurrency", state.concurrency]]) {
     const slider = $(`${name}-slider`), found = power(text);
     if (found !== null) slider.value = found;
-    slider.setAttribute("aria-valuetext", `${text || "usual"} ${{ devices: "GPUs", seq_len: "tokens", global_batch: "samples" }[name]}`);
+    slider.setAttribute("aria-valuetext", `${text || "usual"} ${{ devices: "GPUs", seq_len: "tokens", global_batch: "samples", context: "tokens", concurrency: "sequences" }[name]}`);
   }
 }
 
@@ -92,9 +98,10 @@ function listen() {
   $("gpu").addEventListener("change", (event) => change({}, { gpu: event.target.value }));
   for (const name of ["devices", "network"]) $(name).addEventListener("input", (event) => change({}, { [name]: event.target.value }));
   $("link").addEventListener("change", (event) => change({}, { link: event.target.value }));
-  for (const name of WORDS) $(name).addEventListener($(name).tagName === "SELECT" ? "change" : "input", (event) => change({ [name]: event.target.value.trim() }));
+  for (const name of [...WORDS, ...SERVING]) $(name).addEventListener($(name).tagName === "SELECT" ? "change" : "input", (event) => change({ [name]: event.target.value.trim() }));
   for (const name of FLAGS) $(name).addEventListener("change", (event) => change({ [name]: event.target.checked }));
-  for (const name of ["devices", "seq_len", "global_batch"])
+  for (const name of ["train", "serve"]) $(`to-${name}`).addEventListener("click", () => { state = { ...state, serve: name === "serve" }; fill(); change({}); });
+  for (const name of ["devices", "seq_len", "global_batch", "context", "concurrency"])
     $(`${name}-slider`).addEventListener("input", (event) => {
       const text = String(2 ** Number(event.target.value));
       $(name).value = text;
@@ -140,8 +147,8 @@ async function ask() {
 
 // The strategy that is shown, under the new question: an answer while the slider moves.
 async function quickly(mine, asked) {
-  const known = shown.answer?.document, strategy = state.strategy || known?.candidates[known.recommended ?? 0]?.strategy;
-  if (!fast || !strategy) return;
+  const known = shown.answer?.document, strategy = state.strategy || known?.candidates?.[known.recommended ?? 0]?.strategy;
+  if (!fast || !strategy || state.serve) return; // serving is answered at once
   const pinned = { ...asked, strategy };
   const quick = await fast.ask(pinned);
   if (quick === null || mine !== round || quick.problems.length || shown.round === mine) return; // the complete answer was faster
@@ -163,7 +170,7 @@ async function compare(mine) {
 
 async function extend(mine, answer) {
   const found = answer.document;
-  if (!found || !found.candidates.length) return;
+  if (!found?.candidates?.length) return;
   await startFast();
   const strategy = found.candidates[found.recommended ?? 0].strategy;
   for (const point of [...devicePoints(strategy), ...lengthPoints(strategy)]) {
@@ -220,6 +227,13 @@ function facts(answer) {
 function draw() {
   const answer = shown.answer, pinned = Boolean(state.strategy);
   const list = state.clusters.map((cluster) => { const asked = question(state, cluster); return { text: clusterText(cluster), asked, answer: key(asked) === shown.key ? answer : shown.others.get(key(asked)) }; });
+  if (answer.serving) {
+    $("result").replaceChildren(...[
+      serving.headline(answer), serving.clusters(list.filter((one) => !one.answer || one.answer.serving), state.at, choose), serving.ways(answer), serving.step(answer),
+      result.takeAway(answer, copy), serving.honest(answer, docs),
+    ].filter(Boolean));
+    return;
+  }
   const focused = document.activeElement?.closest?.("#result [data-strategy]")?.dataset.strategy;
   $("result").replaceChildren(...[
     result.headline(answer, { quick: false }),
@@ -274,7 +288,7 @@ function efficiency(points) {
 
 function drawCurves() {
   const box = $("curves"), answer = shown.answer;
-  if (!box || !answer?.document.candidates.length) return;
+  if (!box || !answer?.document.candidates?.length) return;
   const { document: found, texts } = answer, strategy = found.candidates[found.recommended ?? 0].strategy;
   const limit = { limit: found.cluster.device_memory_bytes, limitText: `memory of a GPU, ${texts["cluster.device_memory_bytes"]}` };
   const list = [["GPUs, same batch", devicePoints(strategy)], ["tokens per sample", lengthPoints(strategy)]].filter(([, points]) => points.length).map(([over, points], i) => {
@@ -309,6 +323,7 @@ async function start() {
   $("models").replaceChildren(...lists.models.map((one) => h("option", { value: one.name }, `${one.parameters} parameters`)));
   $("gpu").replaceChildren(...lists.gpus.map((one) => h("option", { value: one.name }, `${one.name}, ${one.memory}`)));
   $("optimizer").replaceChildren(h("option", { value: "" }, "adamw"), ...lists.optimizers.filter((one) => one !== "adamw").map((one) => h("option", {}, one)));
+  $("program").append(...lists.programs.map((one) => h("option", {}, one)));
   fill();
 }
 

@@ -138,7 +138,7 @@ export function takeAway(answer, copy) {
     setTimeout(() => URL.revokeObjectURL(address), 1000);
   };
   return h("section", { class: "card", id: "take" }, h("h2", {}, "Take it with you"),
-    h("p", { class: "soft" }, "The same answer on the command line, and the plan for ", h("code", {}, "shardwise train --plan plan.toml"), "."),
+    h("p", { class: "soft" }, "The same answer on the command line", answer.plan ? [", and the plan for ", h("code", {}, "shardwise train --plan plan.toml")] : "", "."),
     h("div", { class: "command" }, h("pre", { tabindex: 0, role: "region", "aria-label": "Command line" }, h("code", { id: "command" }, answer.command)), h("button", { type: "button", onclick: (event) => copy(answer.command, event.target) }, "Copy")),
     answer.plan ? h("details", { class: "more" }, h("summary", {}, "plan.toml"), h("pre", { id: "toml", tabindex: 0, role: "region", "aria-label": "plan.toml" }, answer.plan)) : null,
     answer.plan ? h("p", {}, h("button", { type: "button", onclick: download }, "Download plan.toml")) : null);

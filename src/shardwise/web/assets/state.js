@@ -1,14 +1,16 @@
 // The question on the page, and its form in the address: option names of the command line, so that a link is an answer.
-export const WORDS = ["seq_len", "global_batch", "tokens", "precision", "optimizer", "strategy", "micro_batch", "recompute", "loss"];
-export const FLAGS = ["compiled", "any_plan"];
+export const RARE = ["program", "weights", "accumulate", "reduce", "rounding", "objective", "lora_rank", "lora_targets", "virtual_stages", "loss_chunks", "document_len", "framework_overhead"];
+export const WORDS = ["seq_len", "global_batch", "tokens", "precision", "optimizer", "strategy", "micro_batch", "recompute", "loss", ...RARE];
+export const FLAGS = ["compiled", "any_plan", "optimizer_in_backward"];
+export const SERVING = ["context", "concurrency", "quant", "kv_cache", "tp"];
 const OPTIONS = { compiled: "compile", any_plan: "any" };
 const MOST_CONFIG = 20000; // characters of a config.json in a link
 const option = (name) => OPTIONS[name] ?? name.replaceAll("_", "-");
 
 export const usual = () => ({
   model: "llama-3.1-8b", config: null, clusters: [{ gpu: "A100-SXM-80GB", devices: "8", link: "", network: "" }], at: 0,
-  seq_len: "4096", global_batch: "64", tokens: "", precision: "", optimizer: "", strategy: "", micro_batch: "",
-  recompute: "", loss: "", compiled: false, any_plan: false,
+  ...Object.fromEntries([...WORDS, ...SERVING].map((name) => [name, ""])), ...Object.fromEntries(FLAGS.map((name) => [name, false])),
+  seq_len: "4096", global_batch: "64", serve: false,
 });
 
 export function clusterText({ devices, gpu, link, network }) {
@@ -25,8 +27,9 @@ export const devicesOf = ({ devices }) => devices.split("x").reduce((product, n)
 // The words of `shardwise plan` for one of the clusters.
 export function question(state, cluster = state.clusters[state.at], changes = {}) {
   const asked = { model: state.config === null ? state.model : "config.json", cluster: clusterText(cluster) };
-  for (const name of WORDS) if (state[name]) asked[name] = state[name];
-  for (const name of FLAGS) if (state[name]) asked[name] = "on";
+  if (state.serve) asked.serve = "on";
+  for (const name of state.serve ? SERVING : WORDS) if (state[name]) asked[name] = state[name];
+  for (const name of state.serve ? [] : FLAGS) if (state[name]) asked[name] = "on";
   return { ...asked, ...changes };
 }
 
@@ -36,7 +39,8 @@ export function toHash(state) {
   else if (state.config.length <= MOST_CONFIG) words.set("config", state.config);
   for (const cluster of state.clusters) words.append("cluster", clusterText(cluster));
   if (state.at) words.set("at", state.at);
-  for (const name of WORDS) if (state[name]) words.set(option(name), state[name]);
+  if (state.serve) words.set("serve", "on");
+  for (const name of [...WORDS, ...SERVING]) if (state[name]) words.set(option(name), state[name]);
   for (const name of FLAGS) if (state[name]) words.set(option(name), "on");
   return `#${words}`;
 }
@@ -49,7 +53,8 @@ export function fromHash(hash) {
   const clusters = words.getAll("cluster").map(readCluster).filter(Boolean).slice(0, 4);
   if (clusters.length) state.clusters = clusters;
   state.at = Math.min(Math.max(0, Number(words.get("at")) || 0), state.clusters.length - 1);
-  for (const name of WORDS) state[name] = words.get(option(name)) ?? "";
+  state.serve = words.get("serve") === "on";
+  for (const name of [...WORDS, ...SERVING]) state[name] = words.get(option(name)) ?? "";
   for (const name of FLAGS) state[name] = words.get(option(name)) === "on";
   return state;
 }
