@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from shardwise.cost.memory import memory_key
 from shardwise.cost.memory.estimate_memory import _estimate, estimate
 from shardwise.cost.memory.lower_bound import _lines
 from shardwise.cost.memory.memory_key import MemoryKey, counted_micro_batches
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
+from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import Plan
 from shardwise.plan.program import find_program
 from shardwise.plan.strategy import parse_strategy
@@ -51,6 +55,21 @@ def test_plans_of_one_key_need_the_same_bytes(strategy, options, program):
         assert _lines(bound) == _lines.__wrapped__(bound)
         counted.add(counted_micro_batches(plan, workload))
     assert len(counted) < 11 or options.get("pipeline_schedule") == "gpipe" or program == "torchtitan"
+
+
+OF_PROFILE = {"seq_len", "adapter", "lora_rank", "lora_targets", "lora_dropout", "lora_dora", "double_quant"}
+OF_PROFILE |= {"modules_to_save", "document_len"}
+NO_BYTES = {"schema_version", "reason", "tp_styles", "global_batch", "tokens", "micro_batch", "program"}
+"""Sequences count in place of ``micro_batch``, the workload's program in place of the plan's."""
+OF_PLAN = {"objective", "activation_bytes", "logits_bytes", "parameter_groups"}
+"""The plan has the objective; what was measured on a live model counts in `estimate_memory`, which keeps nothing."""
+
+
+def test_whatever_changes_bytes_is_in_the_key():
+    source = inspect.getsource(memory_key)
+    for kind, owner, beside in (("plan", Plan, set()), ("workload", Workload, OF_PLAN)):
+        known = {name for name in owner.model_fields if f"{kind}.{name}" in source} | OPTION_SPECS.keys()
+        assert set(owner.model_fields) - known - beside <= OF_PROFILE | NO_BYTES
 
 
 def test_an_answer_does_not_depend_on_earlier_questions():
