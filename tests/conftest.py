@@ -17,7 +17,7 @@ import pytest
 
 from shardwise import environment
 from shardwise.launch import fork_server
-from tests import kept, ranks_server, turns
+from tests import compiled, kept, ranks_server, turns
 from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
+        if config.getoption("numprocesses", None):
+            compiled.compile_once(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
