@@ -17,7 +17,6 @@ from typing import IO, Any
 from unittest import mock
 
 from shardwise.launch import fork_server, local
-from tests import ranks_server
 from tests.ledger import spent
 
 ROOT = Path(__file__).parents[1]
@@ -26,8 +25,7 @@ PRELOADED = (*fork_server.MODULES, "tests.preload")
 
 def start_servers() -> None:
     """Start what ranks are forked from, unless it runs."""
-    with mock.patch.object(fork_server, "ForkServer", ranks_server.ForkServer):
-        fork_server.start(PRELOADED)
+    fork_server.start(PRELOADED)
 
 
 def shardwise(*words: str, cwd: Path = ROOT, exit_code: int | None = 0) -> CompletedProcess[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from shardwise import environment
 from shardwise.launch import fork_server
-from tests import compiled, kept, ranks_server, turns
+from tests import kept, turns
 from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
@@ -45,8 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
-        if config.getoption("numprocesses", None):
-            compiled.compile_once(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -59,21 +57,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         recorded = {file: tests["all"] for file, tests in json.loads(DURATIONS.read_text()).items()}
         items.sort(key=lambda item: -recorded.get(item.nodeid.partition("::")[0], 0.0))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> Iterator[bool]:
-    """Before the first test: nothing has been computed yet, and warnings are what they are in other processes."""
-    capture = session.config.pluginmanager.getplugin("capturemanager")
-    if (
-        session.items
-        and not session.config.option.collectonly
-        and not session.config.pluginmanager.hasplugin("dsession")
-    ):
-        capture.resume_global_capture()  # ranks print where tests do
-        ranks_server.fork_now()
-        capture.suspend_global_capture()
-    return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -58,15 +58,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server() -> Iterator[fork_server.ForkServer]:
-    """As `shardwise train` starts it; other files' is forked from these tests."""
-    fork_server.stop()
     found = fork_server.start(PRELOADED)
     if found is None:
         pytest.skip("ranks are forked on Linux without GPUs alone")
     yield found
-    fork_server.stop()
 
 
 def said(folder: Path, *words: str) -> list[Any]:

@@ -90,18 +90,14 @@ class ForkServer:
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST)
         with theirs:
-            self._process = self._started(theirs)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=environment.one_thread(self._environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is for the command, which signals the ranks
+            )
         self.preload(modules)
-
-    def _started(self, connection: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the process that serves ``connection``."""
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__, str(connection.fileno())],
-            env=environment.one_thread(self._environment),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(connection.fileno(),),
-            start_new_session=True,  # Ctrl-C is for the command, which signals the ranks
-        )
 
     @property
     def pid(self) -> int:
