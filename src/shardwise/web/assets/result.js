@@ -27,13 +27,16 @@ export function headline(answer, { quick }) {
 
 const nearest = (found) => found.candidates.reduce((least, one) => (one.memory_bytes.device < least.memory_bytes.device ? one : least));
 
+// of what a sample is: an image has no tokens
+const speedOf = (one) => (one.tokens_per_s_per_device === null && one.samples_per_s_per_device !== null ? ["samples/s per GPU", "samples_per_s_per_device"] : ["tokens/s per GPU", "tokens_per_s_per_device"]);
+
 function figures(answer, path, best) {
-  const figure = (name, ...value) => h("div", {}, h("dt", {}, name), h("dd", {}, value));
+  const figure = (name, ...value) => h("div", {}, h("dt", {}, name), h("dd", {}, value)), [speed, rate] = speedOf(best);
   return h("dl", { class: "figures" },
     figure("memory per GPU", number(answer, `${path}.memory_bytes.device`), h("small", {}, number(answer, "cluster.usable_bytes"), " usable")),
     figure("time of a step", number(answer, `${path}.step_time_s`), best.step_time_s === null ? null :
       h("small", {}, number(answer, `${path}.step_time_low_s`), " to ", number(answer, `${path}.step_time_high_s`), ", 8 of 10 times")),
-    figure("tokens/s per GPU", number(answer, `${path}.tokens_per_s_per_device`), h("small", {}, "MFU ", number(answer, `${path}.mfu`))),
+    figure(speed, number(answer, `${path}.${rate}`), h("small", {}, "MFU ", number(answer, `${path}.mfu`))),
     figure("a million tokens", number(answer, `${path}.dollars_per_million_tokens`), h("small", {}, number(answer, "cluster.price_per_device_hour"), " a GPU hour")),
     best.hours === null ? null : figure("whole run", number(answer, `${path}.hours`), h("small", {}, number(answer, `${path}.cost`))));
 }
@@ -112,7 +115,7 @@ function inside(answer, candidate, i, { pin, pinned }) {
         memory.offloaded ? [line("offloaded by a rank", "memory_bytes.offloaded"), line("host memory of a node", "memory_bytes.host")] : null)),
       h("table", {}, h("caption", {}, "Time of a step"), h("tbody", {},
         times ? Object.entries(PARTS).filter(([name]) => times[name]).map(([name, text]) => line(text, `time_parts_s.${name}`)) : null,
-        line("step", "step_time_s"), line("low", "step_time_low_s"), line("high", "step_time_high_s"), line("tokens/s per GPU", "tokens_per_s_per_device")))),
+        line("step", "step_time_s"), line("low", "step_time_low_s"), line("high", "step_time_high_s"), line(...speedOf(candidate))))),
     candidate.notes.length ? h("ul", { class: "soft" }, candidate.notes.map((note) => h("li", {}, note))) : null,
     h("button", { type: "button", onclick: () => pin(pinned ? "" : candidate.strategy) }, pinned ? "Consider every strategy again" : `Plan with ${candidate.strategy} only`));
 }
