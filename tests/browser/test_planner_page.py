@@ -28,6 +28,13 @@ SERVED = {"model": "llama-3.1-70b", "cluster": "4xA100-SXM-80GB", "serve": "on",
 USUAL = {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB", "seq-len": "4096", "global-batch": "64"}
 CONFIG = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1000,
           "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 2048}  # fmt: skip
+TYPES = (  # the last is refused
+    {"weights": "compute", "rounding": "stochastic"},
+    {"weights": "compute", "rounding": "kahan"},
+    {"weights": "masters", "accumulate": "compute"},
+    {"weights": "masters", "reduce": "compute"},
+    {"weights": "fp32", "accumulate": "compute"},
+)
 NUMBERS = """
 return [...document.querySelectorAll('#result .num[data-path]')].filter((one) => !one.closest('#curves, [data-question]'))
   .map((one) => [one.dataset.path, one.textContent]);
@@ -131,9 +138,6 @@ def random_question(dice: random.Random) -> dict[str, str]:
         if dice.random() < 0.15:
             words[name] = dice.choice(values)
     for name, values in {
-        "rounding": ("stochastic", "kahan"),
-        "accumulate": ("compute",),
-        "reduce": ("compute",),
         "loss-chunks": ("4",),
         "document-len": ("256",),
         "lora-rank": ("8",),
@@ -146,6 +150,8 @@ def random_question(dice: random.Random) -> dict[str, str]:
     for flag in ("compile", "any", "optimizer-in-backward"):
         if dice.random() < 0.1:
             words[flag] = "on"
+    if dice.random() < 0.2:
+        words |= dice.choice(TYPES)
     return words
 
 
