@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cost.memory.serving_memory import ENGINE_SHARE
-from shardwise.report.serving_json import answer, served_notes
+from shardwise.report.serving_sentences import answer, served_notes
 from shardwise.search.serving_options import ServingRequest, ServingResult
 from shardwise.units import bytes_text, count_text, number_text, seconds_text
 

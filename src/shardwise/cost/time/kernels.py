@@ -191,7 +191,9 @@ def _machine_of(
 @lru_cache(maxsize=65536)
 def _matmul_s(machine: _Machine, m: int, k: int, n: int, batch: int, accumulate: bool, operand: float) -> float:
     found, cores = machine.found, machine.multiprocessors
-    start = min(found.ramp, k) if operand == math.inf else found.ramp  # a short filter's next tile is loaded meanwhile
+    # A convolution's contraction may be shorter than the ramp, which was fitted on long ones: the next tile is loaded
+    # meanwhile. An assumption, seen on ResNet-50 alone.
+    start = min(found.ramp, k) if operand == math.inf else found.ramp
     shortest = math.inf
     for rows, columns, halvings in TILES:
         tiles = -(-m // rows) * -(-n // columns) * batch / cores

@@ -48,7 +48,7 @@ function configName() {
   try { return `config.json (${JSON.parse(state.config)._name_or_path || JSON.parse(state.config).model_type || "yours"})`; } catch { return "config.json"; }
 }
 
-// The power of two that a slider shows for a number such as 8, 2x8 or 4k; where there is none, the slider stays.
+// The power of two that a slider shows for a number such as 8, 2x8 or 4k; null where there is none.
 function power(text) {
   const number = /^\d+k$/i.test(text) ? parseInt(text, 10) * 1024 : text.split("x").reduce((product, n) => product * Number(n), 1);
   return number > 0 ? Math.round(Math.log2(number)) : null;
@@ -56,8 +56,8 @@ function power(text) {
 
 function slide() {
   for (const [name, text] of [["devices", state.clusters[state.at].devices], ["seq_len", state.seq_len], ["global_batch", state.global_batch], ["context", state.context], ["concurrency", state.concurrency]]) {
-    const slider = $(`${name}-slider`), found = power(text);
-    if (found !== null) slider.value = found;
+    const slider = $(`${name}-slider`), found = power(text) ?? (text ? "" : slider.defaultValue);
+    if (found !== "") slider.value = found; // of an empty field what is usual; while a word is typed the slider stays
     slider.setAttribute("aria-valuetext", `${text || "usual"} ${{ devices: "GPUs", seq_len: "tokens", global_batch: "samples", context: "tokens", concurrency: "sequences" }[name]}`);
   }
 }
