@@ -212,8 +212,8 @@ def _convolution_s(
 
     A kernel gathers the rows of the product in a multiprocessor's own memory, so that each pixel passes through
     device memory once, not once for each place of the filter. The gradients of input and weight move as much each.
-    Left out is what stays in a large L2 from one kernel to the next: the images/s predicted for ResNet-50 are 9 % (A100),
-    22 % (V100), 27 % (RTX 3090) and 32 % (RTX 4090) below published ones; `tests/unit/test_time.py` has their sources.
+    Left out is what stays in a large L2 from one kernel to the next. Predicted images/s of ResNet-50 are below
+    published ones by 9 % (A100), 22 % (V100), 27 % (RTX 3090) and 32 % (RTX 4090) (`tests/unit/test_time.py`).
     """
     kind: Precision = "bf16" if precision == "fp8" else precision
     shapes = [(rows, depth, columns), (rows, columns, depth), *([(depth, rows, columns)] if op.weight else [])]
