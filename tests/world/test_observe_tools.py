@@ -251,8 +251,11 @@ def of_fabric(expect: str) -> tuple[Lines, int]:
     return wrong(receipt), judged(receipt)
 
 
-def of_lightning(expect: str) -> tuple[Lines, int]:
-    """Lightning's Trainer runs forward and backward in a closure of the optimizer's step."""
+def of_lightning(expect: str, *, scheduled: bool = False) -> tuple[Lines, int]:
+    """Lightning's Trainer runs forward and backward in a closure of the optimizer's step.
+
+    ``scheduled``: a callback sets the accumulation when the epoch begins.
+    """
     import lightning
 
     from shardwise.integrations.lightning import LightningReceiptCallback
@@ -272,10 +275,14 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
     ids = torch.randint(VOCAB, (64, 8), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_steps": 3, "gradient_clip_val": 0.1, "strategy": "ddp"}
-    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2})  # sets it when the epoch begins
+    options: dict[str, Any] = {"max_steps": 3, "gradient_clip_val": 0.1, "strategy": "ddp"}
+    callbacks: list[lightning.Callback] = [callback]
+    if scheduled:
+        callbacks.append(lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 2}))
+    else:
+        options["accumulate_grad_batches"] = 2
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, callbacks=[callback, scheduler], plugins=[elastic()], **quiet, **options
+        accelerator="cpu", devices=2, callbacks=callbacks, plugins=[elastic()], **quiet, **options
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
     assert callback.receipt is not None
@@ -283,11 +290,11 @@ def of_lightning(expect: str) -> tuple[Lines, int]:
 
 
 def of_lightning_tools(kind: str, expect: str) -> tuple[Lines, int]:
-    return of_fabric(expect) if kind == "fabric" else of_lightning(expect)
+    return of_fabric(expect) if kind == "fabric" else of_lightning(expect, scheduled=kind == "scheduled")
 
 
 def test_lightning_and_fabric() -> None:
-    cases = [("fabric", "ddp"), ("fabric", "fsdp"), ("trainer", "ddp"), ("trainer", "fsdp")]
+    cases = [("fabric", "ddp"), ("fabric", "fsdp"), ("trainer", "ddp"), ("scheduled", "ddp"), ("trainer", "fsdp")]
     *clean, fault = run_each(of_lightning_tools, 2, cases, timeout_s=170)
     for ranks in clean:
         assert ranks[0] == ranks[1]
