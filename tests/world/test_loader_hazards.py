@@ -32,8 +32,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from shardwise.distributed.process_group import join
-from shardwise.errors import DataError, UserError
+from shardwise.distributed.process_group import gather_ints, gather_largest, gather_text, join
+from shardwise.errors import DataError, RankError, UserError
 from shardwise.report.terminal import print_plan
 from shardwise.run.callbacks import RunRecorder
 from shardwise.run.job import prepare_job
@@ -509,6 +509,27 @@ def test_a_worker_that_dies_ends_all_ranks() -> None:
     first = text.partition("[rank 0]")[2].partition("[rank 1]")[0]
     sentences = ("DataError: the loader (", "TrainingError: ranks wait for each other", "RankError: ")
     assert any(sentence in first for sentence in sentences), text
+
+
+def exchanges_with_one_that_has_ended() -> None:
+    ranks = join("cpu")
+    if ranks.rank == 1:
+        os._exit(3)
+    said = []
+    for exchange in (
+        lambda: gather_largest([1], ranks),
+        lambda: gather_ints([1] * 200, ranks, "x"),
+        lambda: gather_text("x", ranks),
+    ):
+        with pytest.raises(RankError) as caught:
+            exchange()
+        said.append(str(caught.value))
+    raise RuntimeError(f"{len(said)} said so: {said}")
+
+
+def test_an_exchange_with_a_rank_that_has_ended_says_so() -> None:
+    with pytest.raises(WorldError, match="3 said so"):
+        run_world(exchanges_with_one_that_has_ended, 2)
 
 
 # shapes that batches come in

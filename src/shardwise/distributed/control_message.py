@@ -183,22 +183,26 @@ class Meeting:
         return TrainingError(text)
 
 
-def refuse_gone(error: RuntimeError, group: dist.ProcessGroup | None) -> None:
-    """Translate the error of a collective after a rank has ended.
+@contextlib.contextmanager
+def collective_of(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Run a collective in which another rank may have ended.
 
     Raises:
         TrainingError: the reason that rank gave, unless it was waiting for this one.
         RankError: that it has ended.
     """
-    if group is None or not _GONE.search(str(error)):
-        return
-    text = ""
-    with contextlib.suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
-        text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
-    if text:
-        raise TrainingError(text) from error
-    raise RankError("a rank has ended in the middle of a step; its output shows the reason") from error
+    try:
+        yield
+    except RuntimeError as error:
+        if group is None or not _GONE.search(str(error)):
+            raise
+        text = ""
+        with contextlib.suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()
+            text = store.get(_verdict(group)).decode() if store.check([_verdict(group)]) else ""
+        if text:
+            raise TrainingError(text) from error
+        raise RankError("a rank has ended in the middle of a step; its output shows the reason") from error
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from shardwise.distributed.control_message import Meeting, announce_joined, announce_left
+from shardwise.distributed.control_message import Meeting, announce_joined, announce_left, collective_of
 from shardwise.distributed.rendezvous import hello, meet
 from shardwise.distributed.same_environment import facts_of, interface_problems
 from shardwise.environment import Rendezvous, launcher, node_name, rendezvous
@@ -251,7 +251,8 @@ def gather_ints(
 def _gathered(values: list[int], ranks: Ranks) -> list[list[int]]:
     mine = torch.tensor(values, dtype=torch.int64)
     rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
-    dist.all_gather(rows, mine, group=ranks.control)
+    with collective_of(ranks.control):
+        dist.all_gather(rows, mine, group=ranks.control)
     return torch.stack(rows).tolist()
 
 
@@ -260,7 +261,8 @@ def gather_largest(values: list[int], ranks: Ranks) -> list[int]:
     if ranks.control is None:
         return values
     largest = torch.tensor(values, dtype=torch.uint8)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.control)
+    with collective_of(ranks.control):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.control)
     return [int(value) for value in largest.tolist()]
 
 
@@ -273,7 +275,8 @@ def gather_text(text: str, ranks: Ranks) -> list[str]:
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
     rows = [torch.empty_like(padded) for _ in range(ranks.world_size)]
-    dist.all_gather(rows, padded, group=ranks.control)
+    with collective_of(ranks.control):
+        dist.all_gather(rows, padded, group=ranks.control)
     return [bytes(row[:n].tolist()).decode().strip() for row, n in zip(rows, lengths, strict=True)]
 
 

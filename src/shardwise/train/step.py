@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.distributed.comm_timer import COMM_TIMER
-from shardwise.distributed.control_message import refuse_gone
+from shardwise.distributed.control_message import collective_of
 from shardwise.errors import UserError
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
@@ -163,11 +163,8 @@ class Step:
         self.losses.append(loss_sum.detach())
         loss = loss_sum * self.weight(micro)
         session.phase = "backward"
-        try:
+        with collective_of(session.ranks.control):
             self._run_backward(loss)
-        except RuntimeError as error:
-            refuse_gone(error, session.ranks.control)
-            raise
         if not micro.padding and session.place.tp == 0:  # tensor-parallel ranks have the same loss
             self._loss_sum += loss_sum.detach()
         session.agreement.finish_backward()
