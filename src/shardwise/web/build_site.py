@@ -27,7 +27,8 @@ PAGE = "index.html"
 LAYERS = (
     *("__init__.py", "errors.py", "units.py", "environment.py", "document.py", "import_object.py"),
     *("hardware", "model", "plan", "cost", "search"),
-    *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py", "report/serving_json.py"),
+    *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py"),
+    *("report/serving_json.py", "report/serving_sentences.py"),
     *("web/__init__.py", "web/answer.py", "web/serving_answer.py"),
 )
 HEAVY = re.compile(r"^(?:import|from) (?:torch|numpy|typer|rich)\b", re.MULTILINE)
