@@ -63,7 +63,9 @@ class AllocationTrace:
 
     def free(self, *handles: int) -> list[int]:
         """Free each handle; -1 is ignored. Returns the remaining handles, an empty list."""
-        self.events += [(-1 - handle, 0, 0) for handle in handles if handle >= 0]
+        for handle in handles:
+            if handle >= 0:
+                self.events.append((-1 - handle, 0, 0))
         return []
 
     def phase(self, name: PhaseName) -> None:

@@ -31,35 +31,34 @@ class Block:
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "size")
 
-    def __init__(self, pool: _Pool, address: int, size: int) -> None:
+    def __init__(
+        self, pool: _Pool, address: int, size: int, before: Block | None = None, after: Block | None = None
+    ) -> None:
         self.pool = pool
         self.address = address
         self.size = size
         self.free = True
         self.mapped = True
         self.requested = 0
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before = before
+        self.after = after
 
 
 class _Pool:
     """Free blocks of one stream and size class, by size and then address; unmapped by address."""
 
-    __slots__ = ("blocks", "is_small", "keys", "unmapped")
+    __slots__ = ("is_small", "keys", "unmapped")
 
     def __init__(self, is_small: bool) -> None:
         self.is_small = is_small
-        self.keys: list[tuple[int, int]] = []
-        self.blocks: dict[int, Block] = {}
+        self.keys: list[tuple[int, int, Block]] = []
         self.unmapped: list[Block] = []
 
     def add(self, block: Block) -> None:
-        insort(self.keys, (block.size, block.address))
-        self.blocks[block.address] = block
+        insort(self.keys, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:
         del self.keys[bisect_left(self.keys, (block.size, block.address))]
-        del self.blocks[block.address]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +107,19 @@ class CachingAllocator:
         pool = self._pools.get((stream, is_small))
         if pool is None:
             pool = self._pools[stream, is_small] = _Pool(is_small)
-        index = bisect_left(pool.keys, (size, -1))
-        if index < len(pool.keys):
-            block = self._best(pool, index) if self.expandable else pool.blocks.pop(pool.keys.pop(index)[1])
-        else:
+        keys = pool.keys
+        index = bisect_left(keys, (size,))
+        if index == len(keys):
             block = self._grow(pool, size) if self.expandable else self._new_segment(pool, size)
+        else:
+            after = keys[index][2].after
+            if after is not None and not after.mapped:
+                index = _best(keys, index)
+            block = keys.pop(index)[2]
         remaining = block.size - size
-        splits = remaining >= MIN_BLOCK_BYTES if is_small or self.expandable else remaining > SMALL_BYTES
-        if splits:
-            pool.add(self._split(block, size))
+        if remaining >= MIN_BLOCK_BYTES if is_small or self.expandable else remaining > SMALL_BYTES:
+            rest = self._split(block, size)
+            insort(keys, (remaining, rest.address, rest))
         block.free = False
         block.requested = num_bytes
         self.requested += num_bytes
@@ -138,7 +141,7 @@ class CachingAllocator:
         self.requested -= block.requested
         block.free = True
         self._join(block)
-        pool.add(block)
+        insort(pool.keys, (block.size, block.address, block))
 
     def reset_peaks(self) -> None:
         """Reset the peaks to the current values."""
@@ -148,7 +151,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Release every fully free segment, or every fully free page of expandable segments."""
         for pool in self._pools.values():
-            for block in list(pool.blocks.values()):
+            for _, _, block in list(pool.keys):
                 if self.expandable:
                     self._unmap(block)
                 elif block.before is None and block.after is None:
@@ -191,43 +194,33 @@ class CachingAllocator:
 
     def _split(self, block: Block, size: int) -> Block:
         """Shorten ``block`` to ``size``; returns the remainder, which follows it."""
-        rest = Block(block.pool, block.address + size, block.size - size)
+        after = block.after
+        rest = Block(block.pool, block.address + size, block.size - size, block, after)
         rest.mapped = block.mapped
-        rest.before, rest.after = block, block.after
-        if block.after is not None:
-            block.after.before = rest
+        if after is not None:
+            after.before = rest
         block.after = rest
         block.size = size
         return rest
 
     def _join(self, block: Block) -> None:
         """Merge with free neighbours, and remove them from the pool."""
-        before, after = block.before, block.after
+        before, after, keys = block.before, block.after, block.pool.keys
         if before is not None and before.free and before.mapped:
-            block.pool.remove(before)
-            block.address, block.size = before.address, block.size + before.size
-            block.before = before.before
-            if block.before is not None:
-                block.before.after = block
+            del keys[bisect_left(keys, (before.size, before.address))]
+            block.address = before.address
+            block.size += before.size
+            block.before = before = before.before
+            if before is not None:
+                before.after = block
         if after is not None and after.free and after.mapped:
-            block.pool.remove(after)
+            del keys[bisect_left(keys, (after.size, after.address))]
             block.size += after.size
-            block.after = after.after
-            if block.after is not None:
-                block.after.before = block
+            block.after = after = after.after
+            if after is not None:
+                after.before = block
 
     # expandable segments
-
-    def _best(self, pool: _Pool, place: int) -> Block:
-        """Find the best fit, where a block counts with the unmapped addresses behind it."""
-        keys, blocks = pool.keys, pool.blocks
-        reach = _reach(blocks[keys[place][1]])
-        while place + 1 < len(keys) and keys[place + 1][0] < reach:
-            following = _reach(blocks[keys[place + 1][1]])
-            if following >= reach:
-                break
-            place, reach = place + 1, following
-        return blocks.pop(keys.pop(place)[1])
 
     def _grow(self, pool: _Pool, size: int) -> Block:
         """Map pages behind a free block, in a hole, or at the segment's end."""
@@ -290,6 +283,17 @@ class CachingAllocator:
         else:
             pool.unmapped.append(block)
             pool.unmapped.sort(key=lambda hole: hole.address)
+
+
+def _best(keys: list[tuple[int, int, Block]], place: int) -> int:
+    """Find the best fit, where a block counts with the unmapped addresses behind it."""
+    reach = _reach(keys[place][2])
+    while place + 1 < len(keys) and keys[place + 1][0] < reach:
+        following = _reach(keys[place + 1][2])
+        if following >= reach:
+            break
+        place, reach = place + 1, following
+    return place
 
 
 def _reach(block: Block) -> int:

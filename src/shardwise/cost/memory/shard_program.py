@@ -27,6 +27,7 @@ class ShardWriter(LossWriter):
 
     def __init__(self, setting: CostInputs, visits: list[Visit]) -> None:
         super().__init__(setting)
+        self.shards = setting.layout.shards
         self.visits = visits
         self.root = [i for i, piece in enumerate(setting.pieces) if not piece.is_block]
         self.root_gathered: list[int] = []

@@ -72,13 +72,13 @@ class _Writer(ShardWriter):
         """
         trace, layout, s = self.trace, self.s.layout, self.s
         pairs = list(zip(s.weights, s.pieces, strict=True))
-        keeps = layout.shards and not layout.is_cuda
+        keeps = self.shards and not layout.is_cuda
         built = trace.alloc(sum(w.full * p.count for w, p in pairs), PARAMETERS) if keeps else -1
         blocks = [([v.piece], v.number) for v in self.visits if s.pieces[v.piece].is_block]
         copies = 2 if s.program.reference == "copy" else 1  # the reference, frozen, is stored as the policy is
         for group, number in [*blocks, (self.root, 1)] * copies:
             weights = [s.weights[i] for i in group]
-            full = trace.alloc(sum(w.full for w in weights), BUFFERS) if layout.shards and not keeps else -1
+            full = trace.alloc(sum(w.full for w in weights), BUFFERS) if self.shards and not keeps else -1
             if not layout.offloads:
                 for unit in weights:
                     trace.alloc(unit.parameters * number, PARAMETERS)
@@ -94,7 +94,7 @@ class _Writer(ShardWriter):
         s, trace = self.s, self.trace
         if first and s.program.optimizer_in_backward and not s.layout.offloads:  # grows while the first backward runs
             trace.alloc(s.optimizer, OPTIMIZER)
-        always = s.layout.shards and not s.waits
+        always = self.shards and not s.waits
         turns = self._turns()
         for index, others in enumerate(turns):
             if not first:
@@ -149,11 +149,11 @@ class _Writer(ShardWriter):
     def forward(self) -> None:
         """Trace one micro batch up to its logits."""
         trace = self.trace
-        if self.s.layout.shards and not self.root_gathered:
+        if self.shards and not self.root_gathered:
             self.root_gathered = self._gather(self.root, ahead=self.s.layout.is_cuda)
         for visit in self.visits:
             is_block = self.s.pieces[visit.piece].is_block
-            if self.s.layout.shards and is_block and not visit.gathered:
+            if self.shards and is_block and not visit.gathered:
                 visit.gathered = self._gather([visit.piece], ahead=self.s.layout.is_cuda, number=visit.number)
             visit.saved = self._forward_unit(visit)
             if is_block and not self.s.layout.keeps_weights:
@@ -179,12 +179,12 @@ class _Writer(ShardWriter):
         log-probabilities of its logits are made as those of the policy.
         """
         trace, layout, own = self.trace, self.s.layout, self.s.program.reference == "copy"
-        root = self._gather(self.root, ahead=True) if layout.shards and own else []
+        root = self._gather(self.root, ahead=True) if self.shards and own else []
         for visit in self.visits:
             if visit.number > 1:
                 continue  # equal to those beside it
             weights, is_block = self.s.weights[visit.piece], self.s.pieces[visit.piece].is_block
-            gathers = layout.shards and is_block and (own or not visit.gathered)
+            gathers = self.shards and is_block and (own or not visit.gathered)
             gathered = self._gather([visit.piece], ahead=True) if gathers else []
             gathered.append(trace.alloc(weights.widened + weights.copies * layout.autocasts, BUFFERS))
             self._pass(self.s.bytes[visit.piece])
@@ -265,18 +265,18 @@ class _Writer(ShardWriter):
         for position in range(len(self.visits) - 1, -1, -1):
             visit = self.visits[position]
             is_block = s.pieces[visit.piece].is_block
-            if s.layout.shards and is_block and not visit.gathered:
+            if self.shards and is_block and not visit.gathered:
                 visit.gathered = self._take_fetched(visit)
                 self._prefetch(position)
             incoming, full = self._backward_unit(visit, incoming)
-            if not s.layout.shards:
+            if not self.shards:
                 continue
             if is_block:
                 self._finish(visit, full, last=last)
             else:
                 self.root_gradients += full
         trace.free(incoming)
-        if s.layout.shards:
+        if self.shards:
             self._finish_root(last=last)
         trace.free(*self.summed)
         self.summed = []
@@ -288,7 +288,7 @@ class _Writer(ShardWriter):
         if visit.number > 1:
             trace.free(*(handle for group in visit.saved for handle in group), visit.copies, visit.exchanged)
             visit.copies = visit.exchanged = -1
-            if not s.layout.shards:
+            if not self.shards:
                 self._own_gradients(visit)
             return incoming, []
         recomputed: list[int] = []
@@ -314,9 +314,9 @@ class _Writer(ShardWriter):
         if mode != "none":
             trace.free(*visit.saved[0])
         total = weights.full_gradients
-        if s.layout.shards and total > done and not joins:
+        if self.shards and total > done and not joins:
             full.append(trace.alloc(total - done, BUFFERS))
-        elif not s.layout.shards:
+        elif not self.shards:
             self._own_gradients(visit)
         trace.free(visit.copies, dequantized, visit.exchanged)
         visit.copies = visit.exchanged = -1
@@ -338,7 +338,7 @@ class _Writer(ShardWriter):
         FSDP2 keeps it until the unit is done; in fp32 it is added to the one that waits for reduction. Unsharded
         weights get an fp32 copy, which is added to its bucket.
         """
-        if self.s.layout.shards and not joins:
+        if self.shards and not joins:
             return [self.trace.alloc(gradient, BUFFERS)]
         unreduced = self.trace.alloc(gradient, BUFFERS)
         if self.s.layout.width < self.s.layout.accumulated:
