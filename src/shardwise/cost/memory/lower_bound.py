@@ -47,22 +47,66 @@ def peak_lower_bound(profile: ModelProfile, plan: Plan, workload: Workload) -> i
     return int(max(line.fixed + line.each * micro for line in _lines(MemoryKey(profile, plan, workload))))
 
 
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Bytes of a pipeline rank that do not depend on the number of micro batches.
+
+    ``step`` is the end of the optimizer's step, ``base`` lives throughout. Each micro batch in flight adds ``copies``
+    and, for each sample, ``kept``; ``logits`` and ``again`` are the temporaries of a sample in the loss and in
+    recompute, ``lost`` what the loss keeps of each one in flight.
+    """
+
+    stage: int
+    layout: ShardLayout
+    step: float
+    base: float
+    buckets: int
+    waits: int
+    kept: float
+    copies: int
+    logits: float
+    lost: float
+    again: float
+    gathered: int
+    reducing: tuple[BytesLine, ...]
+
+
 @lru_cache(maxsize=16384)
 def _lines(key: MemoryKey) -> tuple[BytesLine, ...]:
-    plan, workload = key.plan, key.workload
-    layout = with_routing(layout_of(plan, workload.program), workload)
-    lines: list[BytesLine] = []
-    for stage in heavy_stages(key.profile, layout):
-        in_flight = micro_batches_in_flight(layout, stage, plan.grad_accum)
-        pieces = stage_pieces(key.profile, layout, stage)
-        lines += _stage_lines(pieces, layout, workload, plan, in_flight)
+    plan, lines = key.plan, []
+    accum = plan.grad_accum
+    for rank in _moments(MemoryKey(key.profile, plan, key.workload, accumulation=False)):
+        in_flight = micro_batches_in_flight(rank.layout, rank.stage, accum)
+        if not rank.layout.offloads:
+            lines.append(BytesLine(rank.step))
+        waits = rank.waits if accum > 1 else 0
+        for fixed, crowd in (
+            (rank.buckets, in_flight),
+            (rank.buckets + waits, in_flight if accum > in_flight else max(1, in_flight - 1)),
+        ):
+            each = rank.kept * crowd + rank.lost * (crowd - 1)
+            here = rank.base + fixed + rank.copies * crowd
+            lines.append(BytesLine(here, each + rank.logits))
+            lines.append(BytesLine(here + rank.gathered, each + rank.again))
+        if accum == 1:
+            lines += rank.reducing
     return tuple(lines)
 
 
-def _stage_lines(
-    pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan, in_flight: int
-) -> list[BytesLine]:
-    recompute, grad_accum = plan.recompute, plan.grad_accum
+@lru_cache(maxsize=16384)
+def _moments(key: MemoryKey) -> tuple[_Moments, ...]:
+    """Bytes of each pipeline rank that can be the fullest."""
+    layout = with_routing(layout_of(key.plan, key.workload.program), key.workload)
+    return tuple(
+        _moments_of(stage, stage_pieces(key.profile, layout, stage), layout, key.workload, key.plan)
+        for stage in heavy_stages(key.profile, layout)
+    )
+
+
+def _moments_of(
+    stage: int, pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan
+) -> _Moments:
+    recompute = plan.recompute
     compiled = workload.compiles(plan)
     rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, compiled)) for p in pieces]
     parameters = sum(w.parameters * p.count for p, w, _ in rows) * (2 if plan.reference == "copy" else 1)
@@ -86,11 +130,11 @@ def _stage_lines(
         copies += sum(w.exchanged * p.count for p, w, _ in rows)
     base = rest + _gathered(rows, layout)
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
-    waits = 0  # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
-    if grad_accum > 1:
-        full = layout.shards and (plan.gradient_sync == "last" or layout.pp > 1)
-        here = 0 if layout.offloads or layout.masters or workload.program.adds_in_buckets else gradients
-        waits = sum(w.waiting * p.count for p, w, _ in rows) if full else here
+    # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
+    if layout.shards and (plan.gradient_sync == "last" or layout.pp > 1):
+        waits = sum(w.waiting * p.count for p, w, _ in rows)
+    else:
+        waits = 0 if layout.offloads or layout.masters or workload.program.adds_in_buckets else gradients
     loss_bytes = [b.logits * (layout.width if fused else b.loss_copies * FP32) for _, _, b in rows]
     if plan.loss_chunks > 1:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
@@ -99,18 +143,22 @@ def _stage_lines(
     recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
     gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
-    lines = [] if layout.offloads else [BytesLine(parameters + gradients + state + temporaries)]
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if fused else FP32)
-    for fixed, crowd in (
-        (buckets, in_flight),
-        (buckets + waits, in_flight if grad_accum > in_flight else max(1, in_flight - 1)),
-    ):
-        each = kept * crowd + lost * (crowd - 1)
-        lines.append(BytesLine(base + fixed + copies * crowd, each + logits))
-        lines.append(BytesLine(base + fixed + copies * crowd + gathered, each + recompute_bytes))
-    if gathered and grad_accum == 1:
-        lines += _reducing(rows, base, kept)
-    return lines
+    return _Moments(
+        stage=stage,
+        layout=layout,
+        step=parameters + gradients + state + temporaries,
+        base=base,
+        buckets=buckets,
+        waits=waits,
+        kept=kept,
+        copies=copies,
+        logits=logits,
+        lost=lost,
+        again=recompute_bytes,
+        gathered=gathered,
+        reducing=tuple(_reducing(rows, base, kept) if gathered else ()),
+    )
 
 
 def _reducing(rows: list[tuple[LayerGroup, UnitWeights, UnitBytes]], base: float, kept: float) -> list[BytesLine]:

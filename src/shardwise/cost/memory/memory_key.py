@@ -17,13 +17,19 @@ class MemoryKey:
     """Key of bytes that are computed once.
 
     Profile, program and ``cluster`` are compared by identity, plan and workload by the fields that matter. Without a
-    cluster the bytes are those of a micro batch of any size.
+    cluster the bytes are those of a micro batch of any size, and without ``accumulation`` of any number of them.
     """
 
     __slots__ = ("_facts", "_hash", "cluster", "plan", "profile", "workload")
 
     def __init__(
-        self, profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec | None = None
+        self,
+        profile: ModelProfile,
+        plan: Plan,
+        workload: Workload,
+        cluster: ClusterSpec | None = None,
+        *,
+        accumulation: bool = True,
     ) -> None:
         dims = plan.dims
         self.profile, self.plan, self.workload, self.cluster = profile, plan, workload, cluster
@@ -42,7 +48,7 @@ class MemoryKey:
             plan.stage_blocks,
             plan.device,
             plan.objective,
-            counted_micro_batches(plan, workload),
+            counted_micro_batches(plan, workload) if accumulation else 0,
             workload.optimizer,
             workload.optimizer_states,
             workload.scalar_states,
