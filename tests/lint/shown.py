@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -62,9 +63,9 @@ def showing() -> dict[str, str]:
 
 def run_pair(path: Path, timeout_s: float) -> list[dict[str, Any]]:
     """Call ``main()`` of a fixture on two ranks: what each returned or raised; nothing for one that waits on."""
-    for package in ("accelerate", "transformers"):
-        if f"from {package} import" in path.read_text():
-            importlib.import_module(package)  # seconds in each rank
+    for package, names in re.findall(r"^from (accelerate|transformers) import (.+)", path.read_text(), re.M):
+        for name in names.split(", "):
+            getattr(importlib.import_module(package), name)  # seconds in each rank
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank, args=(rank, path, folder, timeout_s)) for rank in range(2)]
@@ -152,9 +153,9 @@ def show(id: str, promise: str) -> dict[str, str]:
     values = [[_rounded(one.get("returned")) for one in each] for each in (bad, good)]
     assert all("returned" in one for one in bad) and values[0] != values[1], f"{id}: no difference: {bad}, {good}"
     assert good or all(values[0]), f"{id}: a value that says that nothing is wrong: {bad}"
-    words = [", ".join(dict.fromkeys(json.dumps(one) for one in each)) for each in values]
-    what = f"{text}:" if text else "main() returns"
-    return {"shows": kind, "says": f"{what} {words[0]}{unseen or f'; as repaired, {words[1]}'}"}
+    told = [[one for one in each if one is not None] or each for each in values]
+    words = [", ".join(dict.fromkeys(json.dumps(one) for one in each)) for each in told]
+    return {"shows": kind, "says": f"{text}: {words[0]}{unseen or f'; as repaired, {words[1]}'}"}
 
 
 def _rounded(value: Any) -> Any:
@@ -170,7 +171,7 @@ def main(ids: list[str]) -> int:
         at = time.monotonic()
         try:
             rules[id] = show(id, promise)
-            print(f"{id} {time.monotonic() - at:4.1f} s  {promise}: {rules[id]['says']}", flush=True)
+            print(f"{id} {time.monotonic() - at:4.1f} s  {rules[id]['shows']}: {rules[id]['says']}", flush=True)
         except AssertionError as error:
             failed += 1
             print(f"FAILED {error}", flush=True)
