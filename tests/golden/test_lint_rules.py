@@ -22,7 +22,7 @@ HEAD = """# Rules of `shardwise lint`
 
 Generated from the rules and their fixtures (`tests/lint`) by `python -m tests.golden.test_lint_rules --write`. How to
 use them: [lint.md](lint.md). An *error* is a wrong result, a hang or a crash; a *warning* is lost time, or a run that
-is hard to stop or to resume. *Shown* says what two gloo ranks did with the rule's example
+is hard to stop or to resume. *Shown* says what the rule's example did on two gloo ranks, without a GPU
 ([benchmarks/lint](../benchmarks/lint/README.md)).
 """
 THEMES = {
