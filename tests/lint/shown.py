@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +89,7 @@ def _rank(rank: int, path: Path, folder: str, timeout_s: float) -> None:
     os.chdir(folder)
     sys.argv = [str(path)]
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # pytest makes errors of them
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  the process ends with it
     for stream in (1, 2):  # what C++ prints
         os.dup2(sys.stdout.fileno(), stream)
