@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.lint.rule import LintRule, all_rules
+from tests.lint.shown import KEYS, header
 from tests.lint.test_rules import FIXABLE, fixture
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ HEAD = """# Rules of `shardwise lint`
 
 Generated from the rules and their fixtures (`tests/lint`) by `python -m tests.golden.test_lint_rules --write`. How to
 use them: [lint.md](lint.md). An *error* is a wrong result, a hang or a crash; a *warning* is lost time, or a run that
-is hard to stop or to resume. *Shown* says what two gloo ranks did with the rule's example
+is hard to stop or to resume. *Shown* says what the rule's example did on two gloo ranks, without a GPU
 ([benchmarks/lint](../benchmarks/lint/README.md)).
 """
 THEMES = {
@@ -59,8 +60,9 @@ def section(one: LintRule, shown: dict[str, str]) -> Iterator[str]:
     yield f"## {one.id} {one.name}\n"
     yield f"{one.message} {one.why}\n"
     yield f"Fix: {one.fix}.{' `--fix` does it.' if one.id in FIXABLE else ''}\n"
-    if shown:
-        yield f"Shown: {shown['says']}.\n"
+    needs = header(fixture(one.id, "bad")).get("needs")
+    if shown or needs:
+        yield f"Shown: {shown['says']}.\n" if shown else f"Not shown here: it needs {needs}.\n"
     texts = [example(fixture(one.id, kind).read_text()) for kind in ("bad", "good")]
     changed = [line for line in difflib.unified_diff(*texts, lineterm="", n=2) if not line.startswith(("---", "+++"))]
     yield "```diff"
@@ -72,7 +74,7 @@ def section(one: LintRule, shown: dict[str, str]) -> Iterator[str]:
 def example(text: str) -> list[str]:
     """A fixture without the comments for tests."""
     lines = [line.removesuffix("  # fault").removesuffix(" # fault") for line in text.strip("\n").split("\n")]
-    return [line for line in lines if not line.startswith("# shows:")]
+    return [line for line in lines if not line.startswith(KEYS)]
 
 
 def test_the_page_is_of_these_rules() -> None:

@@ -183,6 +183,6 @@ def test_a_sampler_that_may_be_another_one_is_not_repaired(lint) -> None:
 def test_an_accelerator_of_another_function_is_not_written_in(lint) -> None:
     text = (HERE / "SW214" / "bad.py").read_text()
     head = "    step(model, optimizer, loader)\n\n\ndef step(model, optimizer, loader):\n"
-    moved = text.replace("    for x in loader:", f"{head}    for x in loader:")
+    moved = text.replace("    for x in ", f"{head}    for x in ")
     Path("a.py").write_text(moved)
     assert "SW214" in lint("a.py")[1] and lint("a.py", "--fix")[1].startswith("0 fixes applied")

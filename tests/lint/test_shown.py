@@ -13,10 +13,12 @@ KEPT = json.loads(shown.KEPT.read_text())
 
 def test_everything_that_a_fixture_promises_was_shown() -> None:
     promised = {id: text.partition(" ")[0] for id, text in shown.showing().items()}
-    assert len(promised) >= 35 and {id: one["shows"] for id, one in KEPT["rules"].items()} == promised
+    needy = {id for id in promised if "needs" in shown.header(shown.HERE / id / "bad.py")}  # shown where there are GPUs
+    kept = {id: one["shows"] for id, one in KEPT["rules"].items()}
+    assert len(promised.keys() - needy) >= 63 and promised == {id: promised[id] for id in needy} | kept
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("id", "promise"), shown.showing().items(), ids=list(shown.showing()))
 def test_a_bad_fixture_shows_its_fault(id: str, promise: str) -> None:
-    assert shown.show(id, promise)["shows"] == KEPT["rules"][id]["shows"]
+    assert shown.show(id, promise)["shows"] == promise.partition(" ")[0]

@@ -1,4 +1,4 @@
-# shows: result
+# shows: result two epochs begin with the same batch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler

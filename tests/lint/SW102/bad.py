@@ -1,4 +1,4 @@
-# shows: result
+# shows: result samples of 16 that a rank trains on
 import torch
 import torch.distributed as dist
 from torch import nn

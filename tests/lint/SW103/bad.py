@@ -1,4 +1,4 @@
-# shows: result
+# shows: result both ranks draw the same batch
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,4 +1,4 @@
-# shows: result
+# shows: result both ranks draw the same noise
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -1,17 +1,21 @@
+# shows: result samples of 8 that a rank trains on
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
 
-def main(dataset):
-    accelerator = Accelerator()
-    model = nn.Linear(8, 1)
+def main():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(dataset, batch_size=8, shuffle=True)
+    loader = DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2)
     model, optimizer = accelerator.prepare(model, optimizer)
+    seen = 0
     for batch in loader:  # fault
         loss = model(batch).mean()
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        seen += len(batch)
+    return seen

@@ -1,4 +1,4 @@
-# shows: result
+# shows: result norm of the gradient
 import torch
 import torch.distributed as dist
 from torch import nn

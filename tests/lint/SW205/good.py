@@ -2,12 +2,15 @@ import torch
 from torch import nn
 
 
-def train(loader):
-    model = nn.Linear(8, 1)
+def main():
+    model = nn.Linear(8, 1).double()
     optimizer = torch.optim.AdamW(model.parameters())
-    for x in loader:
+    norms = []
+    for x in torch.ones(3, 2, 8).double():
         loss = model(x).mean()
         loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 10.0).item())
         optimizer.step()
         for parameter in model.parameters():
             parameter.grad = None
+    return norms

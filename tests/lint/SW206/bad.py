@@ -1,4 +1,4 @@
-# shows: result
+# shows: result weights are equal on both ranks
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,4 +1,4 @@
-# shows: result
+# shows: result gradients are reduced in spite of no_sync()
 import torch
 import torch.distributed as dist
 from torch import nn

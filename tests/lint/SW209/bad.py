@@ -1,9 +1,14 @@
+# shows: result gradients of the float32 layer have the 8 bits of bfloat16
 import torch
+from torch import nn
 
 
-def step(model, optimizer, x):
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(x).mean()
+def main():
+    torch.manual_seed(0)
+    body, head = nn.Linear(8, 8), nn.Linear(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = body(torch.randn(4, 8))
+        with torch.autocast("cpu", enabled=False):  # this layer is to be exact
+            loss = head(hidden.float()).square().mean()
         loss.backward()  # fault
-    optimizer.step()
-    optimizer.zero_grad()
+    return head.weight.grad.bfloat16().float().equal(head.weight.grad)

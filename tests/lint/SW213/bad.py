@@ -1,13 +1,20 @@
+# shows: result norm of the gradient that is clipped
+import torch
 from accelerate import Accelerator
+from torch import nn
 
 
-def train(model, optimizer, loader, args):
-    accelerator = Accelerator(gradient_accumulation_steps=args.accum)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for x in loader:
+def main(accum=2):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accum)
+    model = nn.Linear(8, 1).double()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for x in torch.ones(accum, 3, 8).double():
         with accelerator.accumulate(model):
             loss = model(x).mean()
-            loss = loss / args.accum  # fault
+            loss = loss / accum  # fault
             accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 10.0).item()
             optimizer.step()
             optimizer.zero_grad()
+    return norm

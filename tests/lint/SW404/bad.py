@@ -1,4 +1,4 @@
-# shows: result
+# shows: result names in the file
 import io
 
 import torch
@@ -14,4 +14,4 @@ def main():
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), file)  # fault
     dist.destroy_process_group()
-    return b"module.weight" in file.getvalue() or b"weight" not in file.getvalue()
+    return list(torch.load(io.BytesIO(file.getvalue()))) if file.getvalue() else None

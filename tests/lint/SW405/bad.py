@@ -1,3 +1,6 @@
+# shows: result names in the file
+import io
+
 import torch
 from torch import nn
 
@@ -5,4 +8,6 @@ from torch import nn
 def main():
     model = nn.Linear(4, 1)
     model = torch.compile(model)
-    torch.save(model.state_dict(), "model.pt")  # fault
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)  # fault
+    return list(torch.load(io.BytesIO(file.getvalue())))

@@ -1,3 +1,6 @@
+# shows: error No such file or directory: 'start.pt'
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,6 +11,7 @@ def main():
     model = nn.Linear(4, 1)
     path = "start.pt"
     if dist.get_rank() == 0:
+        time.sleep(0.5)  # a slow disk
         torch.save(model.state_dict(), path)
     model.load_state_dict(torch.load(path, map_location="cpu"))  # fault
     dist.destroy_process_group()

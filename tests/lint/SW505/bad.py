@@ -1,3 +1,6 @@
+# shows: result all-reduces in a step
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -12,5 +15,10 @@ class Net(nn.Module):
         return self.second(self.first(x).relu())
 
 
-def build():
-    return DDP(Net(), find_unused_parameters=True)  # fault
+def main():
+    dist.init_process_group("gloo")
+    model = DDP(Net(), find_unused_parameters=True)  # fault
+    with torch.profiler.profile() as profile:
+        model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+    return sum(event.name == "gloo:all_reduce" for event in profile.events())

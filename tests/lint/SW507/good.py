@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 
-def build():
+def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    return DDP(nn.Linear(4, 1).cuda())
+    model = DDP(nn.Linear(4, 1).cuda())
+    dist.destroy_process_group()
+    return str(model.device)

@@ -1,8 +1,12 @@
+# needs: two GPUs
+import os
+
 import torch
 import torch.distributed as dist
 
 
 def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")  # fault
     dist.all_reduce(torch.ones(1, device="cuda"))
 

@@ -1,8 +1,14 @@
 import os
 
 import torch
+import torch.distributed as dist
 
 
-def setup(local_rank):
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-    print(torch.cuda.get_device_name())
+def main():
+    dist.init_process_group("gloo")
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+    torch.cuda.init()
+    ids = [None, None]
+    dist.all_gather_object(ids, str(torch.cuda.get_device_properties(0).uuid))
+    dist.destroy_process_group()
+    return ids[0] != ids[1]

@@ -1,3 +1,5 @@
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -5,18 +7,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 
-def build(local_rank):
+def main():
+    local_rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl")
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16)
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     model.to(local_rank)  # buffers
-    return model
+    dist.destroy_process_group()
+    return torch.cuda.max_memory_allocated()
 
 
 def build_older():
-    model = nn.Linear(4, 4)
+    model = nn.Linear(4, 4).to(torch.bfloat16)
     return FSDP(model, device_id=torch.cuda.current_device())
 
 

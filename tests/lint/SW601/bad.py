@@ -1,4 +1,4 @@
-# shows: result
+# shows: result both ranks clip by the same norm
 import torch
 import torch.distributed as dist
 from torch import nn

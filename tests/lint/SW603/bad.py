@@ -1,10 +1,13 @@
+# shows: error step() has already been called since the last update()
 import torch
 
 
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        with torch.autocast("cuda", dtype=torch.float16):
+def main():
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    for x in torch.ones(2, 2, 8):
+        with torch.autocast("cpu", dtype=torch.float16):
             loss = model(x).mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)  # fault

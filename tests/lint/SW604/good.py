@@ -1,12 +1,18 @@
 import torch
 
 
-def train(model, optimizer, loader, dtype):
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for x in loader:
-        with torch.autocast("cuda", dtype=dtype):
-            loss = model(x).mean()
+def main(dtype=torch.bfloat16):
+    model = torch.nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1, enabled=dtype == torch.float16)
+    skipped = 0
+    for _ in range(200):
+        before = model.weight.detach().clone()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(torch.full((2, 8), 3.0)).mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        skipped += model.weight.equal(before)
+    return skipped

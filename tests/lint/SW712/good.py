@@ -3,5 +3,8 @@ import os
 import torch
 import torch.distributed as dist
 
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl")
+
+def main():
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    return str(device)

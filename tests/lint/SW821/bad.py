@@ -1,5 +1,9 @@
+# shows: error At most one of fp16 and bf16 can be True, but not both
+import tempfile
+
 from transformers import TrainingArguments
 
 
-def arguments(folder):
-    return TrainingArguments(folder, fp16=True, bf16=True)  # fault
+def main():
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, fp16=True, bf16=True)  # fault
+    return args.bf16

@@ -1,5 +1,8 @@
+import tempfile
+
 from transformers import TrainingArguments
 
 
-def arguments(folder):
-    return TrainingArguments(folder, bf16=True)
+def main():
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, bf16=True)
+    return args.bf16

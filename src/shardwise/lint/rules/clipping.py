@@ -64,7 +64,7 @@ def scaled_gradients_clipped(script: Script) -> Iterator[Fault]:
 @rule(
     "SW603",
     "scaler-never-updated",
-    message="scaler.update() is missing: the second step raises RuntimeError, or the scale never changes.",
+    message="scaler.update() is missing: the second step raises RuntimeError.",
     why='"step() has already been called since the last update()": update() ends each step and adapts the scale.',
     fix="call scaler.update() after scaler.step(optimizer)",
 )
@@ -81,8 +81,9 @@ def scaler_never_updated(script: Script) -> Iterator[Fault]:
     "bf16-loss-scaled",
     severity="warning",
     message="The loss is scaled for bfloat16, which needs no scaling.",
-    why="""bfloat16 has the exponents of float32, so gradients do not vanish; the scaler looks for infinities in all
-    gradients in each step, and skips steps whose only fault was the scale.""",
+    why="""bfloat16 has the exponents of float32, so gradients do not vanish. The scaler still searches all of them for
+    infinities in each step, and doubles its scale every 2,000 steps until that alone makes infinities, and steps are
+    skipped.""",
     fix="leave GradScaler out, or give it enabled=False",
 )
 def bf16_loss_scaled(script: Script) -> Iterator[Fault]:

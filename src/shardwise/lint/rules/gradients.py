@@ -254,9 +254,9 @@ def _through_ddp(script: Script, loop: ast.AST) -> bool:
     "SW209",
     "backward-under-autocast",
     severity="warning",
-    message="backward() runs under autocast.",
-    why="""PyTorch's documentation advises against it: backward operations already run in the type that autocast chose
-    for their forward, and under autocast what has no forward (custom functions, hooks) is cast anew.""",
+    message="backward() runs under autocast: gradients of layers that are kept in float32 are rounded to 16 bits.",
+    why="""PyTorch's documentation advises against it: backward operations already run in the type of their forward, but
+    under autocast those of layers under autocast(enabled=False), and of custom functions, are cast anew.""",
     fix="end the autocast block after the loss, and call backward() outside",
 )
 def backward_under_autocast(script: Script) -> Iterator[Fault]:

@@ -160,8 +160,8 @@ def _without_gradients(script: Script, node: ast.AST) -> bool:
     "unused-parameters-searched-in-vain",
     severity="warning",
     message="find_unused_parameters=True searches the graph in every step, and this model has no unused parameter.",
-    why="""Every submodule that the class creates is used in its forward(), which has no branch: DDP walks the whole
-    autograd graph after each forward for nothing.""",
+    why="""Every submodule that the class creates is used in its forward(), which has no branch: in each step DDP walks
+    the whole autograd graph, and all-reduces a map of what was used, for nothing.""",
     fix="leave find_unused_parameters out",
 )
 def unused_parameters_searched(script: Script) -> Iterator[Fault]:
