@@ -1,6 +1,7 @@
 """Bad fixtures on two gloo ranks: each one that says ``# shows:`` does what its rule says, and its good one does not.
 
-``python -m tests.lint.shown --write`` runs them all and writes ``benchmarks/lint/shown.json``; ids run only these.
+``python -m tests.lint.shown --write`` runs them all and writes ``benchmarks/lint/shown.json``; ids run only these,
+and write only theirs. Launch files and configs: `shown_launches`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch.distributed.fsdp
 import torch.distributed.optim
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
+from tests.lint import shown_launches
+
 HERE = Path(__file__).parent
 KEPT = HERE.parents[1] / "benchmarks" / "lint" / "shown.json"
 WAITS_S, WORKS_S = 3.0, 40.0
@@ -39,7 +42,7 @@ def showing() -> dict[str, str]:
         first, _, _ = path.read_text().partition("\n")
         if first.startswith("# shows: "):
             found[path.parent.name] = first.removeprefix("# shows: ")
-    return found
+    return found | shown_launches.showing()
 
 
 def run_pair(path: Path, timeout_s: float) -> list[dict[str, Any]]:
@@ -100,6 +103,8 @@ def show(id: str, promise: str) -> dict[str, str]:
     Raises:
         AssertionError: the bad one does not show its fault, or the good one shows one.
     """
+    if id in shown_launches.SHOWS:
+        return shown_launches.show(id)
     bad = run_pair(HERE / id / "bad.py", WAITS_S if promise == "hang" else WORKS_S)
     good = run_pair(HERE / id / "good.py", WORKS_S)
     assert all("returned" in one for one in good), f"{id}: the good fixture fails: {good}"
@@ -134,6 +139,8 @@ def main(ids: list[str]) -> int:
             print(f"FAILED {error}", flush=True)
     print(f"{len(rules)} shown, {failed} not, {time.monotonic() - started:.0f} s")
     if "--write" in sys.argv and not failed:
+        kept = json.loads(KEPT.read_text())["rules"] if ids else {}
+        rules = dict(sorted((kept | rules).items()))
         facts = {"schema": 1, "torch": torch.__version__, "ranks": 2, "backend": "gloo", "rules": rules}
         KEPT.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     return min(failed, 1)

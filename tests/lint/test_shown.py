@@ -1,4 +1,4 @@
-"""What ``docs/lint-rules.md`` says was shown on two ranks was, with the fixtures that are here."""
+"""What ``docs/lint-rules.md`` says was shown was, with the fixtures that are here."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import json
 
 import pytest
 
-from tests.lint import shown
+from tests.lint import shown, shown_launches
 
 KEPT = json.loads(shown.KEPT.read_text())
 
 
 def test_everything_that_a_fixture_promises_was_shown() -> None:
     promised = {id: text.partition(" ")[0] for id, text in shown.showing().items()}
-    assert len(promised) >= 35 and {id: one["shows"] for id, one in KEPT["rules"].items()} == promised
+    assert len(promised) > 50 and {id: one["shows"] for id, one in KEPT["rules"].items()} == promised
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("id", "promise"), shown.showing().items(), ids=list(shown.showing()))
 def test_a_bad_fixture_shows_its_fault(id: str, promise: str) -> None:
+    problem = shown_launches.why_not(id) if id in shown_launches.SHOWS else None
+    if problem is not None:
+        pytest.skip(problem)
     assert shown.show(id, promise)["shows"] == KEPT["rules"][id]["shows"]
