@@ -161,10 +161,10 @@ def _needs_ranks(read: LaunchFile, script: str) -> bool:
     "SW705",
     "launcher-in-every-task",
     kinds=("launch file",),
-    message="""srun starts torchrun once for each task: those of one node take the places of other nodes, and the rest
+    message="""srun starts torchrun once for each task: two of one node may take all places of the run, and the rest
     fail.""",
     why="""torchrun is to run once on each node, and starts all of its ranks. A rendezvous of n nodes takes the n
-    torchruns that come first, also two of one node, whose ranks then share its GPUs.""",
+    torchruns that come first: where two of them are on one node, their ranks share its GPUs.""",
     fix="set #SBATCH --ntasks-per-node=1, or let srun start the script without torchrun",
 )
 def launcher_in_every_task(read: LaunchFile) -> Iterator[Fault]:
