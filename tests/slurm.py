@@ -46,7 +46,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={plugin}
 SelectType=select/cons_tres
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -56,7 +56,7 @@ JobRequeue=1
 KillWait=30
 SlurmdTimeout={timeout}
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=100000
-{nodes}
+{more}{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -197,19 +197,29 @@ class Slurm:
 
 
 @contextmanager
-def two_nodes(timeout_s: int = 5) -> Iterator[Slurm]:
-    """A Slurm whose nodes are n1 and n2; a node that does not answer for ``timeout_s`` is down. Gone at the end."""
+def two_nodes(timeout_s: int = 5, cpus: int = 2, gpus: int = 0, plugin: str = "task/none") -> Iterator[Slurm]:
+    """A Slurm whose nodes are n1 and n2; a node that does not answer for ``timeout_s`` is down. Gone at the end.
+
+    The nodes say that they have ``cpus`` and ``gpus``, whatever is there; ``plugin`` is TaskPlugin.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 107 letters
     folder.chmod(0o755)
     ports = free_ports(1 + len(NODES))
     host = socket.gethostname()
+    has, more = f"CPUs={cpus} RealMemory=4000", ""
+    if gpus:
+        (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[1-{gpus}]\n")  # any devices
+        has, more = f"{has} Gres=gpu:{gpus}", "GresTypes=gpu\n"
+    if cpus > 2:
+        more += "SlurmdParameters=config_overrides\n"
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=4000 State=UNKNOWN"
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} {has} State=UNKNOWN"
         for name, port in zip(NODES, ports[1:], strict=True)
     )
     (folder / "state").mkdir()
     first = os.getpid() % PORTS + 1  # a port comes from a job's number: two Slurms of this machine share none
-    conf = CONF.format(host=host, ctld=ports[0], folder=folder, nodes=nodes, timeout=timeout_s, first=first)
+    facts = {"nodes": nodes, "more": more, "plugin": plugin, "timeout": timeout_s, "first": first}
+    conf = CONF.format(host=host, ctld=ports[0], folder=folder, **facts)
     (folder / "slurm.conf").write_text(conf)
     env = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "GLOO_"))}
     env |= {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path(), "SHARDWISE_HISTORY": "off"}

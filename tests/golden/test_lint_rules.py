@@ -22,8 +22,8 @@ HEAD = """# Rules of `shardwise lint`
 
 Generated from the rules and their fixtures (`tests/lint`) by `python -m tests.golden.test_lint_rules --write`. How to
 use them: [lint.md](lint.md). An *error* is a wrong result, a hang or a crash; a *warning* is lost time, or a run that
-is hard to stop or to resume. *Shown* says what the rule's example did on two gloo ranks, without a GPU
-([benchmarks/lint](../benchmarks/lint/README.md)).
+is hard to stop or to resume. *Shown* says what happened when the rule's example was run, without a GPU: on two gloo
+ranks, or by the launcher or the program that it is for ([benchmarks/lint](../benchmarks/lint/README.md)).
 """
 THEMES = {
     "1": "Data and samplers",

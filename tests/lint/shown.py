@@ -1,6 +1,7 @@
 """Bad fixtures on two gloo ranks: each one that says ``# shows:`` does what its rule says, and its good one does not.
 
-``python -m tests.lint.shown --write`` runs them all and writes ``benchmarks/lint/shown.json``; ids run only these.
+``python -m tests.lint.shown --write`` runs them all and writes ``benchmarks/lint/shown.json``; ids run only these,
+and write only theirs. Launch files and configs: `shown_launches`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.optim
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+
+from tests.lint import shown_launches
 
 HERE = Path(__file__).parent
 KEYS = ("# shows: ", "# needs: ", "# nodes: ")
@@ -59,7 +62,8 @@ def is_missing(path: Path) -> bool:
 def showing() -> dict[str, str]:
     """What each fixture promises to show, of those that can run here."""
     paths = [path for path in sorted(HERE.glob("SW*/bad.py")) if not is_missing(path)]
-    return {path.parent.name: promise for path in paths if (promise := header(path).get("shows"))}
+    scripts = {path.parent.name: promise for path in paths if (promise := header(path).get("shows"))}
+    return scripts | shown_launches.showing()
 
 
 def run_pair(path: Path, timeout_s: float) -> list[dict[str, Any]]:
@@ -135,6 +139,8 @@ def show(id: str, promise: str) -> dict[str, str]:
     Raises:
         AssertionError: the bad one does not show its fault, or the good one shows one.
     """
+    if id in shown_launches.SHOWS:
+        return shown_launches.show(id)
     kind, _, text = promise.partition(" ")
     bad = run_pair(HERE / id / "bad.py", WAITS_S if kind == "hang" else WORKS_S)
     repaired = HERE / id / "good.py"
@@ -179,6 +185,8 @@ def main(ids: list[str]) -> int:
             print(f"FAILED {error}", flush=True)
     print(f"{len(rules)} shown, {failed} not, {time.monotonic() - started:.0f} s")
     if "--write" in sys.argv and not failed:
+        kept = json.loads(KEPT.read_text())["rules"] if ids else {}
+        rules = dict(sorted((kept | rules).items()))
         facts = {"schema": 1, "torch": torch.__version__, "ranks": 2, "backend": "gloo", "rules": rules}
         KEPT.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
     return min(failed, 1)

@@ -1,4 +1,4 @@
 #!/bin/bash
 export NCCL_DEBUG=DEBUG  # fault
-export TORCH_DISTRIBUTED_DEBUG=detail
-torchrun --nproc-per-node=8 train.py
+export TORCH_DISTRIBUTED_DEBUG=TRACE  # fault
+torchrun --nproc-per-node=2 train.py

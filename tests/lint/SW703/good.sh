@@ -1,3 +1,4 @@
 #!/bin/bash
-export NCCL_SOCKET_IFNAME=eth0
-torchrun --nproc-per-node=8 train.py
+export NCCL_SOCKET_IFNAME=eth1
+export GLOO_SOCKET_IFNAME=eth1
+torchrun --nproc-per-node=2 train.py

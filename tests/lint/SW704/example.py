@@ -2,4 +2,5 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 print(dist.get_rank())
+dist.barrier()
 dist.destroy_process_group()

@@ -1,6 +1,6 @@
 #!/bin/bash
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \
-    --rdzv-endpoint=$HEAD:29500 train.py
+#SBATCH --gpus-per-node=4
+srun torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d \
+    --rdzv-endpoint=$HEAD:$PORT train.py

@@ -1,4 +1,4 @@
 #!/bin/bash
 #SBATCH --nodes=1
-#SBATCH --gres=gpu:a100:4
-torchrun --standalone --nproc-per-node 8 train.py  # fault
+#SBATCH --gres=gpu:a100:1
+torchrun --standalone --nproc-per-node 2 train.py  # fault

@@ -1,4 +1,4 @@
 #!/bin/bash
 #SBATCH --nodes=1
-#SBATCH --gres=gpu:a100:4
-torchrun --standalone --nproc-per-node 4 train.py
+#SBATCH --gres=gpu:a100:1
+torchrun --standalone --nproc-per-node 1 train.py

@@ -3,4 +3,4 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=48
 srun hostname
-srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint="$HEAD:29500" --rdzv-backend=c10d train.py  # fault
+srun torchrun --nnodes=2 --nproc-per-node=8 --rdzv-endpoint="$HEAD:$PORT" --rdzv-backend=c10d train.py  # fault

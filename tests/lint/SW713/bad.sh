@@ -1,4 +1,4 @@
 #!/bin/bash
 #SBATCH --cpus-per-task=64
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK  # fault
-torchrun --standalone --nproc-per-node=8 train.py
+torchrun --standalone --nproc-per-node=2 train.py

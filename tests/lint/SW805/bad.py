@@ -1,5 +1,5 @@
 import deepspeed
 
 
-def build(model):
-    return deepspeed.initialize(model=model, config="with_auto.json")  # fault
+def build(model, optimizer):
+    return deepspeed.initialize(model=model, optimizer=optimizer, config="with_auto.json")  # fault

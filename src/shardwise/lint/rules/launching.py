@@ -85,9 +85,9 @@ def renamed_variable(read: Script | LaunchFile) -> Iterator[Fault]:
     "SW702",
     "level-that-does-not-exist",
     kinds=("script", "launch file"),
-    message="This is no level of the variable: NCCL then logs nothing, and PyTorch refuses to start.",
+    message="This is no level of the variable: NCCL then logs nothing, and `import torch` raises ValueError.",
     why="""NCCL_DEBUG is VERSION, WARN, INFO, ABORT or TRACE, anything else is none; TORCH_DISTRIBUTED_DEBUG is OFF,
-    INFO or DETAIL, anything else raises in init_process_group().""",
+    INFO or DETAIL, and is read once, when torch is imported.""",
     fix="use INFO",
 )
 def no_such_level(read: Script | LaunchFile) -> Iterator[Fault]:
@@ -95,7 +95,7 @@ def no_such_level(read: Script | LaunchFile) -> Iterator[Fault]:
     for name, value, line, node in _variables(read):
         known = name in _LEVELS and isinstance(value, str) and value and not value.startswith("$")
         if known and str(value).upper() not in _LEVELS[name]:
-            effect = "NCCL logs nothing" if name == "NCCL_DEBUG" else "PyTorch refuses to start"
+            effect = "NCCL logs nothing" if name == "NCCL_DEBUG" else "a later `import torch` raises ValueError"
             yield _at(read, line, node, f"{name}={value} is none of {', '.join(_LEVELS[name])}: {effect}.")
 
 
@@ -161,8 +161,10 @@ def _needs_ranks(read: LaunchFile, script: str) -> bool:
     "SW705",
     "launcher-in-every-task",
     kinds=("launch file",),
-    message="srun starts torchrun once for each task, and each starts all ranks of its node: there are far too many.",
-    why="torchrun is to run once on each node; with n tasks a node, n times nproc ranks share the GPUs and one port.",
+    message="""srun starts torchrun once for each task: two of one node may take all places of the run, and the rest
+    fail.""",
+    why="""torchrun is to run once on each node, and starts all of its ranks. A rendezvous of n nodes takes the n
+    torchruns that come first: where two of them are on one node, their ranks share its GPUs.""",
     fix="set #SBATCH --ntasks-per-node=1, or let srun start the script without torchrun",
 )
 def launcher_in_every_task(read: LaunchFile) -> Iterator[Fault]:
@@ -208,23 +210,31 @@ def more_ranks_than_gpus(read: LaunchFile) -> Iterator[Fault]:
     "one-port-for-many-runs",
     kinds=("launch file",),
     message='Several runs use one port on a machine: the second stops ("address already in use").',
-    why="The first rank of each run listens on MASTER_PORT, 29500 unless told otherwise.",
+    why="""torchrun listens at the port that it is given. Without one it takes a free one on a single machine (PyTorch
+    2.13; older ones may take 29500 for every run), and 29500 with several nodes.""",
     fix="give each run a port of its own, or torchrun --standalone, which takes a free one",
 )
 def one_port_for_many_runs(read: LaunchFile) -> Iterator[Fault]:
-    """Two torchrun in the background with one port; an array job with a fixed MASTER_PORT."""
-    runs = [one for one in read.commands if one.is_torchrun and one.option("standalone") is None]
+    """Two torchrun in the background with one port; an array job with a fixed MASTER_PORT that something reads."""
+    torchruns = [one for one in read.commands if one.is_torchrun]
+    runs = [one for one in torchruns if one.option("standalone") is None]
     port = read.variables.get("MASTER_PORT", ("", 0))
+    is_read = not torchruns or re.search(r"\$\{?MASTER_PORT\b", read.text)  # torchrun itself does not
     if (
         "array" in read.sbatch
         and port[0].isdigit()
+        and is_read
         and read.job("exclusive") is None
         and "exclusive" not in read.sbatch
     ):
         yield read.fault(port[1])
     ports: dict[str, Command] = {}
     for command in (one for one in runs if one.background):
-        given = command.option("master-port") or command.option("rdzv-endpoint") or port[0] or "29500"
+        given = command.option("master-port", "rdzv-endpoint")
+        if given is None and command.option("nnodes") not in (None, "1"):
+            given = "29500"
+        if given is None or command.option("node-rank") not in (None, "0"):  # only the first node's listens
+            continue
         if given in ports and command.option("rdzv-backend") is None and "$" not in given:
             yield read.fault(command.line)
         ports[given] = command
