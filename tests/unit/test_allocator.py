@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 
 import pytest
 
-from shardwise.cost.memory.allocator import CachingAllocator
+from shardwise.cost.memory.allocation_trace import AllocationTrace
+from shardwise.cost.memory.allocator import Block, CachingAllocator
+from shardwise.cost.memory.simulate import replay
 from shardwise.units import KIB, MIB
 
 
@@ -190,3 +193,18 @@ def test_books_balance_over_a_random_history(expandable):
         memory.free(block)
     memory.empty_cache()
     assert (memory.allocated, memory.requested, memory.reserved) == (0, 0, 0)
+
+
+def test_no_chain_of_blocks_is_left_to_the_garbage_collector() -> None:
+    trace = AllocationTrace()
+    trace.phase("load")
+    handles = [trace.alloc(MIB * (1 + i % 7), 0) for i in range(200)]
+    trace.free(*handles[::2])
+    gc.collect()
+    gc.disable()
+    try:
+        for expandable in (True, False):
+            replay(trace, cuda=True, expandable=expandable)
+        assert not [one for one in gc.get_objects() if type(one) is Block]
+    finally:
+        gc.enable()

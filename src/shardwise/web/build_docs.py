@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -167,8 +168,8 @@ def button(fence: str, place: Path, docs: Path) -> str:
         words = question(command)
         if words:
             where = os.path.relpath(docs.parent / "index.html", place.parent)
-            shown = shlex.join(command).replace('"', "&quot;")
-            links.append(f'<a href="{where}#{urlencode(words)}" data-command="{shown}">Try it in this page</a>')
+            href, shown = escape(f"{where}#{urlencode(words)}"), escape(shlex.join(command))
+            links.append(f'<a href="{href}" data-command="{shown}">Try it in this page</a>')
     return "".join(f'\n<p class="try">{link}</p>\n' for link in links)
 
 

@@ -11,8 +11,9 @@ allocation.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from shardwise.units import MIB
@@ -158,6 +159,20 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved -= block.size
                     self.segments -= 1
+
+    def unlink(self, blocks: Iterable[Block | None]) -> None:
+        """Cut the links of ``blocks`` and of all free ones; the allocator cannot be used any more.
+
+        The garbage collector frees a chain of linked blocks by recursion, which overflows the stack of a browser.
+        """
+        pools = self._pools.values()
+        free = [block for pool in pools for block in (*pool.unmapped, *(key[2] for key in pool.keys))]
+        for block in itertools.chain(blocks, free):
+            if block is not None:
+                block.before = block.after = None
+        for pool in pools:
+            pool.keys.clear()
+            pool.unmapped.clear()
 
     def stats(self) -> AllocatorStats:
         """Return all counters at once."""

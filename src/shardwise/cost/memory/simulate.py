@@ -132,6 +132,7 @@ def replay(
                 if live[category] > most[category]:
                     most[category] = live[category]
         phases.append(Phase(name=name, allocated=peak, reserved=allocator.peak_reserved if cuda else peak))
+    allocator.unlink(block for _, _, block in handles)
     return SimulatedStep(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
 
 
