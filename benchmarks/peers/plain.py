@@ -7,6 +7,7 @@ theirs: `plain_tensor` and `plain_pipeline` hold what is special about them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -67,6 +69,15 @@ def plain_fsdp(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def plain_zero1(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """``optimizer``, of one group, with its state sharded over the ranks, as PyTorch's recipe has it."""
+    (group,) = optimizer.param_groups
+    known = {
+        key: value for key, value in optimizer.defaults.items() if key in inspect.signature(type(optimizer)).parameters
+    }
+    return ZeroRedundancyOptimizer(group["params"], optimizer_class=type(optimizer), **known)
 
 
 def data_parallel(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Plan) -> None:

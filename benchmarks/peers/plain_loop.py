@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.peers.plain import data_parallel, plain_ddp, plain_fsdp, plain_step
+from benchmarks.peers.plain import data_parallel, plain_ddp, plain_fsdp, plain_step, plain_zero1
 from benchmarks.peers.plain_pipeline import plain_pipeline
 from benchmarks.peers.plain_tensor import plain_tensor
 from torch import nn
@@ -22,10 +22,10 @@ def plain_loop(
     """
     dims = plan.dims
     if dims.tp * dims.pp == 1:
-        model = (
-            plain_ddp(model, ranks.device) if plan.parsed.base == "ddp" else plain_fsdp(model, ranks.device, dims.dp)
-        )
-        return plain_step(model, make_optimizer(list(model.parameters())), clip_norm)
+        sharded = plan.parsed.base == "fsdp"
+        model = plain_fsdp(model, ranks.device, dims.dp) if sharded else plain_ddp(model, ranks.device)
+        optimizer = make_optimizer(list(model.parameters()))
+        return plain_step(model, plain_zero1(optimizer) if plan.parsed.base == "zero1" else optimizer, clip_norm)
     sizes = {"pp": dims.pp, "dp": dims.dp, "tp": dims.tp}
     kept = {axis: size for axis, size in sizes.items() if size > 1}
     mesh = init_device_mesh(ranks.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))

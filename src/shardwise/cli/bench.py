@@ -40,14 +40,26 @@ def run_bench_step(
     ] = None,
     nproc: Nproc = None,
     bubble: Annotated[bool, typer.Option(help="Also measure the pipeline bubble of each schedule.")] = True,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare ddp, zero1 and fsdp with these: hand, accelerate, fabric, deepspeed; comma-separated.",
+            show_default=False,
+        ),
+    ] = None,
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
     """Run ``shardwise bench step``.
 
     Raises:
-        UserError: the config or a strategy is not one that has a hand-written loop.
+        UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
+    if against is not None:
+        from shardwise.cli.bench_against import bench_against
+
+        bench_against(config_file, chosen(overrides, nproc=nproc), against, strategies, steps, output, as_json=as_json)
+        return
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
@@ -63,7 +75,7 @@ def run_bench_step(
         if optional_object(PEER_LOOP) is None:
             console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
         else:
-            _check_comparable(config)
+            check_comparable(config)
             fp32 = config.parallel.model_copy(update={"precision": "fp32"})
             config = config.model_copy(update={"parallel": fp32})
         prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
@@ -85,7 +97,12 @@ def run_bench_step(
         print(json.dumps({"schema": 1, **raw}))
 
 
-def _check_comparable(config: Config) -> None:
+def check_comparable(config: Config) -> None:
+    """Refuse what the loops of others are not written for.
+
+    Raises:
+        UserError: says what to leave out.
+    """
     parallel = config.parallel
     if parallel.precision not in ("auto", "fp32") or parallel.recompute != "none" or parallel.compile:
         raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")

@@ -1,0 +1,129 @@
+"""``shardwise bench step --against``: Shardwise's step beside that of other trainers, measured in one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.bench.step.against import OURS, AgainstTask, Contender, plans_against
+from shardwise.bench.step.peers import PEERS, read_peers
+from shardwise.cli.bench import check_comparable
+from shardwise.cli.train import threads
+from shardwise.launch.on_ranks import on_ranks
+from shardwise.run.job import Job, prepare_job
+from shardwise.train.config import read_config
+from shardwise.train.config_tasks import refuse_other_tasks
+from shardwise.units import bytes_text
+
+WORK = "shardwise.bench.step.against:time_against"
+
+
+def bench_against(
+    config_file: Path,
+    words: list[str],
+    against: str,
+    strategies: list[str] | None,
+    steps: int,
+    output: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Measure, print a table, and keep the samples.
+
+    Raises:
+        UserError: a peer is unknown or missing, or the config is not one that all of them can run.
+    """
+    peers, console = read_peers(against), Console(stderr=as_json, highlight=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
+        refuse_other_tasks(config, "bench step")
+        check_comparable(config)
+        fp32 = config.parallel.model_copy(update={"precision": "fp32"})
+        config = config.model_copy(update={"parallel": fp32})
+        job = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json).job
+        task = AgainstTask(job=job, plans=plans_against(job, strategies), peers=peers)
+        names = ", ".join(plan.strategy for plan in task.plans)
+        console.print(f"timing {steps} steps of shardwise, {', '.join(peers)} under {names}, turn by turn")
+        raw = _on_ranks(task, job)
+        rows = [Contender(**row) for row in raw["rows"]]
+        console.print("measuring memory and traffic, each in processes of its own")
+        rows = [row.model_copy(update=found) for row, found in zip(rows, _alone(task, job, rows), strict=True)]
+    raw = {**raw, "rows": [row.model_dump() for row in rows], "median_ratio": medians(rows)}
+    console.print(table_of(rows))
+    for row in rows:
+        if row.void:
+            console.print(f"{row.strategy}, {row.name}: {row.void}")
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / f"step_against_{raw['device'].replace(' ', '-').lower()}_{raw['ranks']}-ranks_{raw['date']}.json"
+    file.write_text(json.dumps(raw, indent=1) + "\n")
+    console.print(f"raw samples: {file}")
+    if as_json:
+        print(json.dumps({"schema": 1, **raw}))
+
+
+def _on_ranks(task: AgainstTask, job: Job) -> dict[str, Any]:
+    world = job.plan.dims.world_size
+    raw: dict[str, Any] = on_ranks(WORK, task, world, device=job.plan.device, threads=threads(job))[0]
+    return raw
+
+
+def _alone(task: AgainstTask, job: Job, rows: list[Contender]) -> Iterator[dict[str, Any]]:
+    """Yield memory and traffic of each row; nothing for one that does not run."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in dict.fromkeys(row.name for row in rows if row.step_s):
+        runs = {row.strategy for row in rows if row.name == name and row.step_s}
+        plans = tuple(plan for plan in task.plans if plan.strategy in runs)
+        for plan in plans:
+            one = task.model_copy(update={"plans": (plan,), "alone": name})
+            found[name, plan.strategy] = _on_ranks(one, job)["rows"][0]
+    for row in rows:
+        yield found.get((row.name, row.strategy), {})
+
+
+def _of_strategy(rows: Iterable[Contender]) -> Iterator[tuple[Contender, Contender]]:
+    """Yield each row with Shardwise's of the same strategy."""
+    ours = {row.strategy: row for row in rows if row.name == OURS}
+    for row in rows:
+        yield row, ours[row.strategy]
+
+
+def medians(rows: list[Contender]) -> dict[str, dict[str, float]]:
+    """Median ratio of each peer's seconds to Shardwise's, by strategy and peer; void rows are left out."""
+    found: dict[str, dict[str, float]] = {}
+    for row, ours in _of_strategy(rows):
+        if row is not ours and not row.void:
+            found.setdefault(row.strategy, {})[row.name] = statistics.median(row.ratios(ours))
+    return found
+
+
+def table_of(rows: list[Contender]) -> Table:
+    """Build the table: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
+    table = Table(title="step time ÷ Shardwise's step time (above 1.00 Shardwise is faster)", title_justify="left")
+    for column in ("strategy", "contender", "step", "ratio", "quartiles", "CPU", "peak memory", "sent a step"):
+        table.add_column(column, justify="left" if column in ("strategy", "contender") else "right")
+    for row, ours in _of_strategy(rows):
+        name = f"{row.name} {row.version}".strip() if row.name == OURS or PEERS[row.name].package else row.name
+        if not row.step_s:
+            table.add_row(row.strategy, name, "not run")
+            continue
+        ratios = row.ratios(ours)
+        low, middle, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.5, 0.75))
+        shown = row is not ours and not row.void
+        table.add_row(
+            row.strategy,
+            name,
+            f"{statistics.median(row.step_s) * 1e3:.1f} ms",
+            f"{middle:.3f}" if shown else "void" if row.void else "",
+            f"{low:.3f} to {high:.3f}" if shown else "",
+            f"{statistics.median(row.cpu_s) * 1e3:.1f} ms",
+            "unknown" if row.peak_bytes is None else bytes_text(row.peak_bytes),
+            "unknown" if row.sent_bytes is None else bytes_text(row.sent_bytes),
+        )
+    return table
