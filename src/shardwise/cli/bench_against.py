@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.bench.step.against import OURS, AgainstTask, Contender, plans_against
-from shardwise.bench.step.peers import PEERS, read_peers
+from shardwise.bench.step.peers import read_peers
 from shardwise.cli.bench import check_comparable
 from shardwise.cli.train import threads
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.run.job import Job, prepare_job
 from shardwise.train.config import read_config
 from shardwise.train.config_tasks import refuse_other_tasks
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, seconds_text
 
 WORK = "shardwise.bench.step.against:time_against"
 
@@ -56,7 +56,8 @@ def bench_against(
         console.print("measuring memory and traffic, each in processes of its own")
         rows = [row.model_copy(update=found) for row, found in zip(rows, _alone(task, job, rows), strict=True)]
     raw = {**raw, "rows": [row.model_dump() for row in rows], "median_ratio": medians(rows)}
-    console.print(table_of(rows))
+    for table in tables_of(rows):
+        console.print(table)
     for row in rows:
         if row.void:
             console.print(f"{row.strategy}, {row.name}: {row.void}")
@@ -87,7 +88,7 @@ def _alone(task: AgainstTask, job: Job, rows: list[Contender]) -> Iterator[dict[
         yield found.get((row.name, row.strategy), {})
 
 
-def _of_strategy(rows: Iterable[Contender]) -> Iterator[tuple[Contender, Contender]]:
+def _of_strategy(rows: list[Contender]) -> Iterator[tuple[Contender, Contender]]:
     """Yield each row with Shardwise's of the same strategy."""
     ours = {row.strategy: row for row in rows if row.name == OURS}
     for row in rows:
@@ -103,27 +104,29 @@ def medians(rows: list[Contender]) -> dict[str, dict[str, float]]:
     return found
 
 
-def table_of(rows: list[Contender]) -> Table:
-    """Build the table: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
-    table = Table(title="step time ÷ Shardwise's step time (above 1.00 Shardwise is faster)", title_justify="left")
-    for column in ("strategy", "contender", "step", "ratio", "quartiles", "CPU", "peak memory", "sent a step"):
-        table.add_column(column, justify="left" if column in ("strategy", "contender") else "right")
-    for row, ours in _of_strategy(rows):
-        name = f"{row.name} {row.version}".strip() if row.name == OURS or PEERS[row.name].package else row.name
-        if not row.step_s:
-            table.add_row(row.strategy, name, "not run")
-            continue
-        ratios = row.ratios(ours)
-        low, middle, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.25, 0.5, 0.75))
-        shown = row is not ours and not row.void
-        table.add_row(
-            row.strategy,
-            name,
-            f"{statistics.median(row.step_s) * 1e3:.1f} ms",
-            f"{middle:.3f}" if shown else "void" if row.void else "",
-            f"{low:.3f} to {high:.3f}" if shown else "",
-            f"{statistics.median(row.cpu_s) * 1e3:.1f} ms",
-            "unknown" if row.peak_bytes is None else bytes_text(row.peak_bytes),
-            "unknown" if row.sent_bytes is None else bytes_text(row.sent_bytes),
-        )
-    return table
+def tables_of(rows: list[Contender]) -> Iterator[Table]:
+    """Build a table for each strategy: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
+    for strategy in dict.fromkeys(row.strategy for row in rows):
+        title = f"{strategy}: ratio of step times; above 1.00 Shardwise is faster"
+        table = Table(title=title, title_justify="left")
+        for column in ("", "step", "ratio", "quartiles", "CPU", "memory", "sent"):
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        for row, ours in _of_strategy([row for row in rows if row.strategy == strategy]):
+            table.add_row(*_cells(row, ours))
+        yield table
+
+
+def _cells(row: Contender, ours: Contender) -> Iterator[str]:
+    yield f"{row.name} {row.version}".strip() if row.name != "hand" else row.name
+    if not row.step_s:
+        yield "not run"
+        return
+    ratios = row.ratios(ours)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    shown = row is not ours and not row.void
+    yield seconds_text(statistics.median(row.step_s))
+    yield f"{middle:.3f}" if shown else "void" if row.void else ""
+    yield f"{low:.3f} to {high:.3f}" if shown else ""
+    yield seconds_text(statistics.median(row.cpu_s))
+    yield "unknown" if row.peak_bytes is None else bytes_text(row.peak_bytes)
+    yield "unknown" if row.sent_bytes is None else bytes_text(row.sent_bytes)
