@@ -18,7 +18,8 @@ from shardwise.lint.lint_output import rule_page, text_lines, to_json, to_sarif
 from shardwise.lint.lint_paths import LintFinding, chosen_rules, lint_paths
 
 Ids = Annotated[
-    list[str] | None, typer.Option("--select", metavar="IDS", help="Only these rules, such as SW1,SW302 (SW1: all that begin so).")
+    list[str] | None,
+    typer.Option("--select", metavar="IDS", help="Only these rules, such as SW1,SW302 (SW1: all that begin so)."),
 ]
 
 

@@ -49,9 +49,7 @@ class LintResult:
     unread: list[str] = field(default_factory=list)
 
 
-def chosen_rules(
-    select: Sequence[str], ignore: Sequence[str] = (), option: str = "--select"
-) -> tuple[LintRule, ...]:
+def chosen_rules(select: Sequence[str], ignore: Sequence[str] = (), option: str = "--select") -> tuple[LintRule, ...]:
     """Return the rules whose id, or the beginning of it, is selected (by ``option``) and not ignored.
 
     Raises:
