@@ -221,7 +221,7 @@ function facts(answer) {
   const { model, cluster } = answer.document;
   $("model-facts").textContent = `${answer.texts["model.parameters"]} parameters, ${answer.texts["model.blocks"]} blocks`
     + (model.max_seq_len === null ? "" : `, made for ${answer.texts["model.max_seq_len"]} tokens`);
-  $("gpu-facts").textContent = `${answer.texts["cluster.device_memory_bytes"]}, ${answer.texts["cluster.price_per_device_hour"]} an hour`;
+  $("gpu-facts").textContent = `${answer.texts["cluster.device_memory_bytes"]}, ${cluster.price_per_device_hour === null ? "price unknown" : `${answer.texts["cluster.price_per_device_hour"]} an hour`}`;
   if (![...$("gpu").options].some((one) => one.value === state.clusters[state.at].gpu)) $("gpu").value = cluster.device_name;
   $("picture").replaceChildren(picture(answer));
   for (const name of ["seq_len", "global_batch"]) $(name).placeholder = answer.document.workload?.[name] ?? $(name).placeholder;
