@@ -87,6 +87,7 @@ def test_json_and_sarif(lint) -> None:
 def test_explain(lint) -> None:
     code, out, _ = lint("--explain", "SW302")
     assert code == 0 and out.startswith("SW302 barrier-on-some-ranks") and "why: A barrier ends when" in out
+    assert "\n\nSW302 " in lint("--explain", "SW30")[1], "an empty line between two rules"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,8 @@ def test_explain(lint) -> None:
         (["broken.yaml"], "file 'broken.yaml' cannot be read"),
         (["latin.py"], "not text in UTF-8"),
         (["a.py", "--select", "SW30x"], "no rule has this id or begins with it (did you mean 'SW3"),
-        (["--explain", "B1"], "docs/lint-rules.md lists them"),
+        (["--explain", "B1"], "--explain B1: no rule has this id or begins with it"),
+        (["--explain", "SW302", "a.py"], "--explain reads no files"),
         (["a.py", "--fix", "--json"], "exclude each other"),
     ],
 )
@@ -134,6 +136,8 @@ def test_fix_writes_and_diff_shows(lint) -> None:
     assert code == 0 and out.startswith("1 fix applied\n")
     assert Path("a.py").read_text() == before.replace("        shuffle=True,\n", "")
     assert lint("a.py", "--fix")[1].startswith("0 fixes applied")
+    Path("a.py").write_text(BAD)
+    assert lint("a.py", "--diff") == (1, "", "1 finding in 1 file; --fix repairs none of them\n")
 
 
 @pytest.mark.parametrize(

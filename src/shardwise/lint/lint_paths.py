@@ -49,17 +49,17 @@ class LintResult:
     unread: list[str] = field(default_factory=list)
 
 
-def chosen_rules(select: Sequence[str], ignore: Sequence[str]) -> tuple[LintRule, ...]:
-    """Return the rules whose id, or the beginning of it, is selected and not ignored.
+def chosen_rules(select: Sequence[str], ignore: Sequence[str] = (), option: str = "--select") -> tuple[LintRule, ...]:
+    """Return the rules whose id, or the beginning of it, is selected (by ``option``) and not ignored.
 
     Raises:
         UserError: an id that no rule has.
     """
     rules = all_rules()
     problems = [
-        f"--{option} {word}: no rule has this id or begins with it"
+        f"{name} {word}: no rule has this id or begins with it"
         f"{did_you_mean(word, [one.id for one in rules])}; docs/lint-rules.md lists them"
-        for option, words in (("select", select), ("ignore", ignore))
+        for name, words in ((option, select), ("--ignore", ignore))
         for word in words
         if not any(one.id.startswith(word) for one in rules)
     ]

@@ -66,7 +66,7 @@ def _at(read: Script | LaunchFile, line: int, node: ast.expr | None, text: str) 
     "renamed-nccl-variable",
     kinds=("script", "launch file"),
     severity="warning",
-    message="PyTorch calls this variable TORCH_NCCL_... since 2.2: the old name warns, and loses to the new one.",
+    message="PyTorch 2.2 renamed this variable to TORCH_NCCL_...: the old name warns, and loses to the new one.",
     why="""The new name wins where both are set, and torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING=1 for every rank:
     the old name then does nothing.""",
     fix="put TORCH_ before the name",
@@ -75,7 +75,7 @@ def renamed_variable(read: Script | LaunchFile) -> Iterator[Fault]:
     """A variable of PyTorch's NCCL backend by its old name."""
     for name, _, line, node in _variables(read):
         if name in _RENAMED:
-            text = f"PyTorch calls {name} TORCH_{name} since 2.2: the old name warns, and loses to the new one."
+            text = f"PyTorch 2.2 renamed {name} to TORCH_{name}: the old name warns, and loses to the new one."
             fault = _at(read, line, node, text)
             quoted = isinstance(read, Script) and node is not None
             yield Fault(fault.line, fault.column, text, (replace(node, f'"TORCH_{name}"'),) if quoted and node else ())
