@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -186,3 +187,25 @@ def test_an_accelerator_of_another_function_is_not_written_in(lint) -> None:
     moved = text.replace("    for x in ", f"{head}    for x in ")
     Path("a.py").write_text(moved)
     assert "SW214" in lint("a.py")[1] and lint("a.py", "--fix")[1].startswith("0 fixes applied")
+
+
+def test_a_file_with_a_byte_order_mark_is_read_and_keeps_it(lint) -> None:
+    text = (HERE / "SW107" / "bad.py").read_text()
+    Path("a.py").write_text(text, encoding="utf-8-sig")
+    Path("a.json").write_text("{}", encoding="utf-8-sig")
+    assert lint("a.json")[0] == 0 and lint("a.py", "--fix")[1].startswith("1 fix applied\n")
+    assert Path("a.py").read_text() == "\ufeff" + text.replace("        shuffle=True,\n", "")
+
+
+def test_what_cannot_be_read_is_no_crash(lint) -> None:
+    os.mkfifo("a.py")
+    Path("deep.py").write_text(f"import torch\nx = {'-' * 100_000}1\n")
+    for words, says in (("a.py", "only files that end in"), ("deep.py", "it is nested too deep")):
+        code, _, err = lint(words)
+        assert code == 2 and says in err
+
+
+def test_a_path_in_sarif_is_a_uri(lint) -> None:
+    Path("a b#.py").write_text(BAD)
+    place = json.loads(lint("a b#.py", "--sarif")[1])["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "a%20b%23.py"

@@ -78,3 +78,170 @@ def test_a_launch_file_that_is_wrong_is_named(text: str, finding: str) -> None:
 def test_a_script_needs_ranks_where_it_always_starts_a_group(tmp_path, script, findings) -> None:
     (tmp_path / "train.py").write_text(f"import torch.distributed as dist\n{script}\n")
     assert said("run.sh", "CUDA_VISIBLE_DEVICES=0,1 python -u train.py\n", tmp_path) == findings
+
+
+HEAD = """import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler, autocast
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+RIGHT_SCRIPTS = {
+    "one strategy or the other": """
+device = torch.device("cuda", 0)
+if strategy == "ddp":
+    model = model.to(device)
+    model = DDP(model, device_ids=[0])
+elif strategy == "fsdp":
+    model = FSDP(model, device_id=0)
+""",
+    "a strategy that returns": """
+def wrap(model, device, args):
+    if args.ddp:
+        model.to("cuda")
+        return DDP(model)
+    fully_shard(model)
+    return model
+""",
+    "a model that is not sharded": "model = model.cuda()\nmodel = FSDP(model, sharding_strategy='NO_SHARD')",
+    "two clips by type": """
+if fsdp:
+    model = FSDP(model, device_id=0)
+else:
+    model = DDP(model.cuda())
+if isinstance(model, FSDP):
+    model.clip_grad_norm_(1.0)
+else:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+""",
+    "two clips by option": """
+if fsdp:
+    model = FSDP(model, device_id=0)
+if not fsdp:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+elif not x:
+    model.clip_grad_norm_(1.0)
+""",
+    "the state of another type": """
+if fsdp:
+    model = FSDP(model, device_id=0)
+if isinstance(model, FSDP):
+    state = model.state_dict()
+elif dist.get_rank() == 0:
+    state = model.state_dict()
+""",
+    "the state under the same option": """
+if kind == "ddp":
+    model = DDP(model.cuda())
+elif kind == "fsdp":
+    model = FSDP(model, device_id=0)
+if kind == "ddp":
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), "a.pt")
+""",
+    "a scaler that a function updates": """
+def finish(s):
+    s.update()
+scaler = GradScaler("cuda")
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+finish(scaler)
+""",
+    "a scaler that is off": "scaler = GradScaler('cuda', enabled=False)\nscaler.step(optimizer)",
+    "a scaler for either type": """
+scaler = GradScaler("cuda")
+dtype = torch.float16
+if torch.cuda.is_bf16_supported():
+    dtype = torch.bfloat16
+with autocast("cuda", dtype=dtype):
+    loss = model(x)
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+""",
+    "autocast that is off": """
+with autocast("cuda"):
+    loss = model(x)
+    with autocast("cuda", enabled=False):
+        loss.backward()
+""",
+    "a local rank of Slurm": """
+parser.add_argument("--local_rank", type=int)
+args = parser.parse_args()
+args.local_rank = int(os.environ["SLURM_LOCALID"])
+dist.init_process_group("nccl")
+torch.cuda.set_device(args.local_rank)
+""",
+}
+
+
+@pytest.mark.parametrize("text", RIGHT_SCRIPTS.values(), ids=RIGHT_SCRIPTS)
+def test_nothing_is_said_about_a_script_that_is_right(text: str) -> None:
+    assert said("a.py", HEAD + text) == []
+
+
+MODEL = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.head = {head}
+
+    def forward(self, x):
+        {body}
+model = DDP(Net(), find_unused_parameters=True)
+"""
+LINEAR = "nn.Linear(4, 4)"
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("nn.ModuleDict({'a': nn.Linear(4, 4)})", "return self.head[task](self.trunk(x))"),
+        ("nn.ModuleList([nn.Linear(4, 4)])", "return self.head[0](self.trunk(x))"),
+        (LINEAR, "h = self.trunk(x)\n        aux = self.head(h)\n        return h"),
+        (LINEAR, "self.head(x)\n        return self.trunk(x)"),
+        (LINEAR, "with torch.no_grad():\n            h = self.trunk(x)\n        return self.head(h)"),
+        (LINEAR, "return self.head(self.trunk(x).detach())"),
+        (LINEAR, "return [self.head(x), self.trunk(x)]"),
+        (f"{LINEAR}\n        self.register_parameter('a', nn.Parameter(x))", "return self.head(self.trunk(x))"),
+    ],
+)
+def test_a_model_may_have_unused_parameters(head: str, body: str) -> None:
+    assert said("a.py", HEAD + MODEL.format(head=head, body=body)) == []
+
+
+WRONG_SCRIPTS = {
+    "a model that uses all": (
+        MODEL.format(head=LINEAR, body="h = self.trunk(x)\n        return self.head(h)"),
+        "SW505",
+    ),
+    "autocast by a name": ("ctx = autocast('cuda')\nwith ctx:\n    model(x).backward()", "SW209"),
+    "bfloat16 by its place": (
+        "with autocast('cuda', torch.bfloat16):\n    loss = model(x)\nscaler = GradScaler('cuda')\n"
+        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        "SW604",
+    ),
+    "a scaler beside a progress bar": (
+        "scaler = GradScaler('cuda')\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nbar.update(1)",
+        "SW603",
+    ),
+    "moved in the same branch": ("if fsdp:\n    model.cuda()\n    fully_shard(model)", "SW513"),
+    "clipped in the same branch": (
+        "if fsdp:\n    model = FSDP(model)\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "SW601",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "id"), WRONG_SCRIPTS.values(), ids=WRONG_SCRIPTS)
+def test_a_script_that_is_wrong_is_named(text: str, id: str) -> None:
+    assert [one.partition(":")[0] for one in said("a.py", HEAD + text)] == [id]
+
+
+def test_a_config_of_another_program_is_no_config_of_shardwise() -> None:
+    assert said("a.toml", "[model]\nhidden = 1\n[data]\ncsv = 'a'\n[train]\nlearning_rate = 1\n[wandb]\n") == []
+    assert said("a.yaml", "kind: Service\n---\nkind: Job\n") == []
+    assert said("a.yaml", "x: !Ref y\nz: !!python/name:a.b\n") == []

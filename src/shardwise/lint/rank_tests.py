@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Literal
 
+from shardwise.lint import branches
 from shardwise.lint.script import Function, Script, called_name
 
 Ranks = Literal["first", "others", ""]
@@ -145,35 +146,9 @@ def _answer(script: Script, call: ast.Call, depth: int) -> Ranks:
     return ranks_of(script, last, depth + 1) if last is not None else ""
 
 
-def tests_above(script: Script, node: ast.AST) -> list[tuple[ast.expr, bool]]:
-    """Tests that decide about ``node`` within its function, innermost first, each with the answer that it takes.
-
-    An ``if`` before it that returns or raises takes part too.
-    """
-    found: list[tuple[ast.expr, bool]] = []
-    child = node
-    for one in script.above(node):
-        if isinstance(one, ast.If | ast.While | ast.IfExp):
-            body = one.body if isinstance(one.body, list) else [one.body]
-            orelse = one.orelse if isinstance(one.orelse, list) else [one.orelse]
-            if child in body:
-                found.append((one.test, True))
-            elif child in orelse:
-                found.append((one.test, False))
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(one, field, None)
-            if isinstance(block, list) and child in block:
-                for before in block[: block.index(child)]:
-                    if isinstance(before, ast.If) and not before.orelse and _leaves(before.body):
-                        found.append((before.test, False))
-        if isinstance(one, Function | ast.Lambda):
-            break
-        child = one
-    return found
-
-
-def _leaves(body: list[ast.stmt]) -> bool:
-    return isinstance(body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+def tests_above(script: Script, node: ast.AST) -> branches.Tests:
+    """Tests that decide about ``node`` within its function, each with the answer that it takes."""
+    return branches.tests_above(script.parent, node)
 
 
 def guard(script: Script, node: ast.AST) -> tuple[Ranks, ast.expr | None]:

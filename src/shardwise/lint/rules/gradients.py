@@ -265,9 +265,12 @@ def backward_under_autocast(script: Script) -> Iterator[Fault]:
         for one in script.above(backward):
             if isinstance(one, ast.FunctionDef):
                 break
-            entered = [item.context_expr for item in one.items] if isinstance(one, ast.With) else []
-            if any(script.is_torch(context, "autocast") for context in entered):
+            entered = [script.origin(item.context_expr) for item in one.items] if isinstance(one, ast.With) else []
+            casts = [context for context in entered if script.is_torch(context, "autocast")]
+            off = any(isinstance(cast, ast.Call) and is_constant(keyword(cast, "enabled"), False) for cast in casts)
+            if casts and not off:
                 yield script.fault(backward)
+            if casts:
                 break
 
 

@@ -373,6 +373,12 @@ def local_rank_option(script: Script) -> Iterator[Fault]:
     strings = {node.value for node in script.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     if any("LOCAL_RANK" in one for one in strings) or script.imports("deepspeed", "transformers", "accelerate"):
         return
+    set_later = any(
+        isinstance(node, ast.Attribute) and node.attr == "local_rank" and isinstance(node.ctx, ast.Store)
+        for node in script.nodes
+    )
+    if set_later or strings & {"SLURM_LOCALID", "MPI_LOCALRANKID"}:
+        return
     selects = any(
         "local_rank" in ast.unparse(one)
         for call in script.torch_calls("set_device", "device", "DistributedDataParallel")

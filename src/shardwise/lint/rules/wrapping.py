@@ -45,6 +45,7 @@ def optimizer_before_sharding(script: Script) -> Iterator[Fault]:
                 same
                 and shard.lineno > made.lineno
                 and steps
+                and not script.apart(shard, made)
                 and not is_constant(keyword(shard, "use_orig_params"), True)
             ):
                 rebuilt = [one for one in _assignments(script, name) if one.lineno > shard.lineno]
@@ -175,6 +176,12 @@ def unused_parameters_searched(script: Script) -> Iterator[Fault]:
                 yield script.fault(call, "", RemoveKeyword(place_of(call), "find_unused_parameters"))
 
 
+_UNSURE = (
+    ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.With, ast.BoolOp, ast.Match, ast.comprehension, ast.Lambda,
+)  # fmt: skip
+"""What may leave a module of a forward() without a gradient."""
+
+
 def _uses_everything(script: Script, node: ast.ClassDef) -> bool:
     methods = {one.name: one for one in node.body if isinstance(one, Function)}
     if set(methods) != {"__init__", "forward"} or {script.name(base) for base in node.bases} != {"torch.nn.Module"}:
@@ -187,16 +194,35 @@ def _uses_everything(script: Script, node: ast.ClassDef) -> bool:
         if isinstance(target, ast.Attribute)
     }
     simple = all(
-        isinstance(one, ast.Call) and script.name(one.func).startswith("torch.nn.") for one in created.values()
+        isinstance(one, ast.Call)
+        and script.name(one.func).startswith("torch.nn.")
+        and called_name(one) not in ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+        for one in created.values()
     )
+    registers = any(ast.unparse(owner(call) or call) == "self" for call in script.calls_in(methods["__init__"]))
     forward = methods["forward"]
     used = {one.attr for one in ast.walk(forward) if isinstance(one, ast.Attribute)}
-    branches = any(
-        isinstance(one, ast.If | ast.IfExp | ast.For | ast.While | ast.Try | ast.BoolOp) for one in ast.walk(forward)
-    )
+    cut = any(isinstance(one, _UNSURE) for one in ast.walk(forward)) or used & {"detach", "data", "item"}
     returns = [one for one in ast.walk(forward) if isinstance(one, ast.Return)]
-    single = len(returns) == 1 and not isinstance(returns[0].value, ast.Tuple | ast.Dict)
-    return bool(created) and simple and set(created) <= used and not branches and single
+    single = len(returns) == 1 and not isinstance(returns[0].value, ast.Tuple | ast.Dict | ast.List)
+    sure = bool(created) and simple and not registers and not cut and not forward.decorator_list
+    return sure and single and set(created) <= used and _reads_all(forward)
+
+
+def _reads_all(forward: Function) -> bool:
+    """Whether every name that is assigned is read, and nothing is computed and dropped."""
+    read = {one.id for one in ast.walk(forward) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    for one in forward.body:
+        match one:
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+                names = {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
+                if not names & read:
+                    return False
+            case ast.Expr(value=ast.Constant()) | ast.Return() | ast.Assert():
+                pass
+            case _:
+                return False
+    return True
 
 
 @rule(
@@ -450,6 +476,8 @@ def whole_model_on_every_gpu(script: Script) -> Iterator[Fault]:
             and one.lineno >= move.lineno
             and script.scope(one) is script.scope(move)
             and not script.wrapped(model, move) & {"fsdp1", "fsdp2"}
+            and not script.apart(one, move)
+            and "NO_SHARD" not in ast.unparse(one)
             for one in shards
         ):
             yield script.fault(move)
