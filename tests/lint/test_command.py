@@ -148,6 +148,8 @@ def test_fix_writes_and_diff_shows(lint) -> None:
         ("x = é.f(a, b=2)  # é\n", RemoveKeyword((1, 4), "b"), "x = é.f(a)  # é\n"),
         ("'é', f(b=2)\n", RemoveKeyword((1, 6), "b"), "'é', f()\n"),
         ("f(b=2, a=1)\n", RemoveKeyword((1, 0), "b"), "f(a=1)\n"),
+        ("f(\n    a,\n    b=2,\n)\n", RemoveKeyword((1, 0), "b"), "f(\n    a,\n)\n"),
+        ("f(\n    a,\n    b=2\n)\n", RemoveKeyword((1, 0), "b"), "f(\n    a\n)\n"),
         ("f(g(1), 2)\n", Replace((1, 2), (1, 6), "h"), "f(h, 2)\n"),
         ("if a:\n    # why\n    f()\n", Insert((3, 4), "g()"), "if a:\n    g()\n    # why\n    f()\n"),
         ("if a:\n\tf()\nb\n", Insert((2, 1), "g()", after=True), "if a:\n\tf()\n\tg()\nb\n"),
@@ -209,3 +211,28 @@ def test_a_path_in_sarif_is_a_uri(lint) -> None:
     Path("a b#.py").write_text(BAD)
     place = json.loads(lint("a b#.py", "--sarif")[1])["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "a%20b%23.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "written"),
+    [
+        ("mixed_precision='fp16'", "loss.backward(retain_graph=True)", "a.backward(loss, retain_graph=True)"),
+        ("mixed_precision='fp16'", "loss = loss / 4\nloss.backward()", None),
+        ("mixed_precision='fp16'", "a.backward(loss)\nclip_grad_norm_(p, 1.0, foreach=True)", None),
+        ("mixed_precision='fp16'", "a.backward(loss)\nclip_grad_norm_(p, 1.0)", "a.clip_grad_norm_(p, 1.0)"),
+    ],
+)
+def test_a_fix_loses_no_argument(lint, options, body, written) -> None:
+    head = "from accelerate import Accelerator\nfrom torch.nn.utils import clip_grad_norm_\n"
+    text = f"{head}a = Accelerator({options})\n{body}\n"
+    Path("a.py").write_text(text)
+    assert lint("a.py")[0] == 1
+    lint("a.py", "--fix")
+    after = Path("a.py").read_text()
+    assert after.split("\n")[-2] == written if written else after == text
+
+
+def test_a_loss_divided_by_hand_needs_no_accelerator(lint) -> None:
+    text = "from accelerate import Accelerator\nimport torch\na = Accelerator(gradient_accumulation_steps=4)\n"
+    Path("a.py").write_text(f"{text}loss = loss / 4\nloss.backward()\n")
+    assert lint("a.py")[0] == 0

@@ -52,7 +52,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     else:
         import yaml
 
-        class Loader(yaml.SafeLoader):
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             """Values with a tag of another program's are ``None``."""
 
         Loader.add_constructor(None, lambda loader, node: None)

@@ -167,7 +167,8 @@ def clipped_past_accelerate(script: Script) -> Iterator[Fault]:
         for one in script.trains:
             if script.is_accelerator(one.func) and script.scope(one) is script.scope(call):
                 code = f"{ast.unparse(owner(one) or one)}.{called_name(call)}"
-                yield script.fault(call, "", replace(call.func, code))
+                known = {one.arg for one in call.keywords} <= {"parameters", "max_norm", "norm_type", "clip_value"}
+                yield script.fault(call, "", *((replace(call.func, code),) if known else ()))
                 break
 
 
