@@ -26,6 +26,10 @@ CUDA_VISIBLE_DEVICES=0 torchrun --standalone --nproc-per-node=1 eval.py""",
 else
   torchrun --standalone --nproc-per-node=4 train.py
 fi""",
+    "GPUs that are unset": """export CUDA_VISIBLE_DEVICES=0,1
+torchrun --standalone --nproc-per-node=2 train.py
+unset CUDA_VISIBLE_DEVICES
+torchrun --standalone --nproc-per-node=8 train.py""",
     "a semicolon": "export NCCL_DEBUG=INFO; export TORCH_DISTRIBUTED_DEBUG=DETAIL;",
     "a level that a command gives": "export NCCL_DEBUG=`cat level`",
     "one run after the other": f"{PORT} a.py &\nwait\n{PORT} b.py &\nwait",
@@ -106,6 +110,12 @@ def wrap(model, device, args):
     return model
 """,
     "a model that is not sharded": "model = model.cuda()\nmodel = FSDP(model, sharding_strategy='NO_SHARD')",
+    "a move after the layers": """
+for layer in model.layers:
+    fully_shard(layer)
+model.to("cuda")
+fully_shard(model)
+""",
     "two clips by type": """
 if fsdp:
     model = FSDP(model, device_id=0)
@@ -227,6 +237,30 @@ WRONG_SCRIPTS = {
     "a scaler beside a progress bar": (
         "scaler = GradScaler('cuda')\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nbar.update(1)",
         "SW603",
+    ),
+    "a rank by :=": ("if (rank := dist.get_rank()) == 0:\n    dist.barrier()", "SW302"),
+    "a save behind the main guard": (
+        "def main():\n    model = DDP(Net().cuda(0))\n    torch.save(model.module.state_dict(), 'a.pt')\n"
+        "if __name__ == '__main__':\n    main()",
+        "SW401",
+    ),
+    "a class that shards and has a property": (
+        """
+class Trainer:
+    def __init__(self):
+        self.rank = dist.get_rank()
+        self.model = Net()
+        fully_shard(self.model)
+
+    @property
+    def writes(self):
+        return self.rank == 0
+
+    def save(self):
+        if self.writes:
+            torch.save(self.model.state_dict(), "a.pt")
+""",
+        "SW402",
     ),
     "moved in the same branch": ("if fsdp:\n    model.cuda()\n    fully_shard(model)", "SW513"),
     "clipped in the same branch": (

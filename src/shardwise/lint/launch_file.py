@@ -149,7 +149,7 @@ class LaunchFile:
         for one in self.commands:
             if one is command:
                 break
-            value = "" if one.branches else value
+            value = "" if one.branches or (one.program == "unset" and name in one.words) else value
             value = one.sets.get(name, value) if not one.program else value
         return command.sets.get(name, value)
 

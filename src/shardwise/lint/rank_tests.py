@@ -28,7 +28,7 @@ def rank_kind(script: Script, node: ast.expr | None, depth: int = 0) -> str:
     if node is None or depth > 5:
         return ""
     match node:
-        case ast.Call(func=ast.Name(id="int"), args=[inner, *_]):
+        case ast.Call(func=ast.Name(id="int"), args=[inner, *_]) | ast.NamedExpr(value=inner):
             return rank_kind(script, inner, depth + 1)
         case ast.Call():
             name = script.name(node.func)
@@ -106,14 +106,23 @@ def ranks_of(script: Script, test: ast.expr, depth: int = 0) -> Ranks:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if rank_kind(script, left):
             return _compared(op, right)
         case ast.Call():
-            return _answer(script, test, depth)
+            name = called_name(test)
+            function = script.functions.get(name)
+            return _answer(script, function, depth) if function else "first" if name in _FIRST else ""
         case ast.Name() | ast.Attribute():
             held = script.value(test)
             if held is not None:
                 answers = {ranks_of(script, one, depth + 1) for one in _held(script, test, held)}
                 return answers.pop() if len(answers) == 1 else ""
-            return "first" if ast.unparse(test).rpartition(".")[2] in _FIRST else ""
+            last = ast.unparse(test).rpartition(".")[2]
+            if isinstance(test, ast.Attribute) and _is_property(script.functions.get(last)):
+                return _answer(script, script.functions[last], depth)
+            return "first" if last in _FIRST else ""
     return ""
+
+
+def _is_property(function: Function | None) -> bool:
+    return function is not None and "property" in {getattr(one, "id", "") for one in function.decorator_list}
 
 
 def _compared(op: ast.cmpop, right: ast.expr) -> Ranks:
@@ -136,11 +145,8 @@ def _of_one_process(test: ast.expr) -> bool:
     )
 
 
-def _answer(script: Script, call: ast.Call, depth: int) -> Ranks:
-    name = called_name(call)
-    function = script.functions.get(name)
-    if function is None:
-        return "first" if name in _FIRST else ""
+def _answer(script: Script, function: Function, depth: int) -> Ranks:
+    """Ranks for which a function is true, by its last return."""
     returned = [one for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
     last = max(returned, key=lambda one: one.lineno).value if returned else None
     return ranks_of(script, last, depth + 1) if last is not None else ""
@@ -175,7 +181,8 @@ def reached_by(script: Script, node: ast.AST, depth: int = 0) -> Ranks:
 
 def perhaps_guarded(script: Script, node: ast.AST, depth: int = 0) -> bool:
     """Whether anything suggests that only some ranks reach ``node``; also where its callers are not in the script."""
-    if any(_LOOSE.search(ast.unparse(test)) for test, _ in tests_above(script, node)):
+    tests = [ast.unparse(test) for test, _ in tests_above(script, node)]
+    if any(_LOOSE.search(one) for one in tests if not one.startswith("__name__ ==")):
         return True
     scope = script.scope(node)
     if not isinstance(scope, Function):

@@ -307,11 +307,11 @@ class Script:
         return set()
 
     def _sharded_in_place(self, node: ast.expr, at: ast.AST) -> bool:
-        text, scope = ast.unparse(node), self.scope(at)
+        text, home = ast.unparse(node), self._home(node) if isinstance(node, ast.Attribute) else self.scope(at)
         return any(
             call.args
             and ast.unparse(call.args[0]) == text
-            and self.scope(call) is scope
+            and (self._home(call.args[0]) if isinstance(home, ast.ClassDef) else self.scope(call)) is home
             and _line(call) < _line(at)
             and not self.apart(call, at)
             for call in self._shardings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardwise.lint.fixes import RemoveKeyword, place_of
 from shardwise.lint.rank_tests import rank_kind
 from shardwise.lint.rule import Fault, rule
 from shardwise.lint.script import Function, Script, argument, called_name, has_word, is_constant, keyword, owner
@@ -154,75 +153,6 @@ def forward_past_ddp(script: Script) -> Iterator[Fault]:
 def _without_gradients(script: Script, node: ast.AST) -> bool:
     entered = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
     return any(script.is_torch(one, "no_grad", "inference_mode") for one in entered)
-
-
-@rule(
-    "SW505",
-    "unused-parameters-searched-in-vain",
-    severity="warning",
-    message="find_unused_parameters=True searches the graph in every step, and this model has no unused parameter.",
-    why="""Every submodule that the class creates is used in its forward(), which has no branch: in each step DDP walks
-    the whole autograd graph, and all-reduces a map of what was used, for nothing.""",
-    fix="leave find_unused_parameters out",
-)
-def unused_parameters_searched(script: Script) -> Iterator[Fault]:
-    """DDP(Model(), find_unused_parameters=True) for a class whose forward uses all it has, without a branch."""
-    for call in script.torch_calls("DistributedDataParallel"):
-        made = script.origin(call.args[0]) if call.args else None
-        if not is_constant(keyword(call, "find_unused_parameters"), True) or not isinstance(made, ast.Call):
-            continue
-        for node in script.nodes:
-            if isinstance(node, ast.ClassDef) and node.name == called_name(made) and _uses_everything(script, node):
-                yield script.fault(call, "", RemoveKeyword(place_of(call), "find_unused_parameters"))
-
-
-_UNSURE = (
-    ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.With, ast.BoolOp, ast.Match, ast.comprehension, ast.Lambda,
-)  # fmt: skip
-"""What may leave a module of a forward() without a gradient."""
-
-
-def _uses_everything(script: Script, node: ast.ClassDef) -> bool:
-    methods = {one.name: one for one in node.body if isinstance(one, Function)}
-    if set(methods) != {"__init__", "forward"} or {script.name(base) for base in node.bases} != {"torch.nn.Module"}:
-        return False
-    created = {
-        target.attr: one.value
-        for one in ast.walk(methods["__init__"])
-        if isinstance(one, ast.Assign)
-        for target in one.targets
-        if isinstance(target, ast.Attribute)
-    }
-    simple = all(
-        isinstance(one, ast.Call)
-        and script.name(one.func).startswith("torch.nn.")
-        and called_name(one) not in ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
-        for one in created.values()
-    )
-    registers = any(ast.unparse(owner(call) or call) == "self" for call in script.calls_in(methods["__init__"]))
-    forward = methods["forward"]
-    used = {one.attr for one in ast.walk(forward) if isinstance(one, ast.Attribute)}
-    cut = any(isinstance(one, _UNSURE) for one in ast.walk(forward)) or used & {"detach", "data", "item"}
-    returns = [one for one in ast.walk(forward) if isinstance(one, ast.Return)]
-    single = len(returns) == 1 and not isinstance(returns[0].value, ast.Tuple | ast.Dict | ast.List)
-    sure = bool(created) and simple and not registers and not cut and not forward.decorator_list
-    return sure and single and set(created) <= used and _reads_all(forward)
-
-
-def _reads_all(forward: Function) -> bool:
-    """Whether every name that is assigned is read, and nothing is computed and dropped."""
-    read = {one.id for one in ast.walk(forward) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    for one in forward.body:
-        match one:
-            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target) | ast.AugAssign(target=target):
-                names = {part.id for part in ast.walk(target) if isinstance(part, ast.Name)}
-                if not names & read:
-                    return False
-            case ast.Expr(value=ast.Constant()) | ast.Return() | ast.Assert():
-                pass
-            case _:
-                return False
-    return True
 
 
 @rule(
@@ -471,13 +401,15 @@ def whole_model_on_every_gpu(script: Script) -> Iterator[Fault]:
         stored, model = script.parent.get(move), owner(move)
         names = {ast.unparse(one) for one in stored.targets} if isinstance(stored, ast.Assign) else {ast.unparse(move)}
         names |= {ast.unparse(model)} if isinstance(model, ast.Name | ast.Attribute) else set()
+        same = [one for one in shards if script.scope(one) is script.scope(move)]
+        if any(one.lineno < move.lineno and script.is_torch(one, "fully_shard") for one in same):
+            continue  # its layers are sharded already
         if any(
             ast.unparse(one.args[0]) in names
             and one.lineno >= move.lineno
-            and script.scope(one) is script.scope(move)
             and not script.wrapped(model, move) & {"fsdp1", "fsdp2"}
             and not script.apart(one, move)
             and "NO_SHARD" not in ast.unparse(one)
-            for one in shards
+            for one in same
         ):
             yield script.fault(move)
