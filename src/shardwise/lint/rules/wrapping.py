@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.lint.rank_tests import rank_kind
 from shardwise.lint.rule import Fault, rule
-from shardwise.lint.script import Function, Script, argument, called_name, has_word, is_constant, keyword, owner
+from shardwise.lint.script import Script, argument, called_name, has_word, is_constant, keyword, owner
 from shardwise.lint.training_calls import optimizer_steps
 
 
