@@ -53,7 +53,12 @@ def test_a_finding_has_a_place_a_fix_and_an_exit_status(lint) -> None:
         ("# shardwise: ignore[SW302]", 0),
         ("#  shardwise:ignore[SW101, SW3]", 0),
         ("# shardwise: ignore", 0),
+        ("# noqa  # shardwise: ignore [SW302]", 0),
         ("# shardwise: ignore[SW301]", 1),
+        ("# shardwise: ignore [SW301]", 1),
+        ("# shardwise: ignore[SW3-1]", 1),
+        ("# shardwise: ignored", 1),
+        ("# shardwise: ignore-next-line", 1),
     ],
 )
 def test_a_comment_ignores_a_line_or_the_file(lint, comment, code) -> None:

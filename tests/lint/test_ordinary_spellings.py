@@ -116,6 +116,31 @@ for layer in model.layers:
 model.to("cuda")
 fully_shard(model)
 """,
+    "a save of a process alone": """
+model = DDP(model.cuda(0))
+if args.distributed:
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), "a.pt")
+else:
+    torch.save(model.module.state_dict(), "a.pt")
+""",
+    "a group by its place": """
+if dist.get_rank() == 0:
+    dist.barrier(sub)
+    dist.broadcast(x, 0, sub)
+    dist.all_reduce(x, dist.ReduceOp.SUM, sub)
+""",
+    "two scalers": """
+first, second = GradScaler("cuda"), GradScaler("cuda")
+first.scale(loss).backward()
+first.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+first.step(optimizer)
+first.update()
+second.scale(other).backward()
+second.step(other_optimizer)
+second.update()
+""",
     "two clips by type": """
 if fsdp:
     model = FSDP(model, device_id=0)

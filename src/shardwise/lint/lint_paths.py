@@ -23,7 +23,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 READERS = {"script": Script, "launch file": LaunchFile, "config": ConfigDocument}
 _SKIPPED = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
-_IGNORE = re.compile(r"#\s*shardwise:\s*(ignore(?:-file)?)(?:\[([\w\s,]*)\])?")
+_IGNORE = re.compile(r"#\s*shardwise:\s*(ignore(?:-file)?)(?![\w-])(?:\s*\[([\w\s,]*)\]|(?!\s*\[))")
 _CONCERNS = re.compile(r"torch|accelerate|deepspeed|lightning|transformers")
 
 

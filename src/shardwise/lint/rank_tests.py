@@ -20,6 +20,7 @@ _LOOSE = re.compile(
     r"|^[^%]*(_id|index|idx|number)\b.* == 0|^not [^%]*(_id|index|idx)\b",
     re.I,
 )
+_SEVERAL = re.compile("dist|ddp|fsdp|parallel|multi|world", re.I)
 _OPPOSITE: dict[Ranks, Ranks] = {"first": "others", "others": "first", "": ""}
 
 
@@ -182,7 +183,7 @@ def reached_by(script: Script, node: ast.AST, depth: int = 0) -> Ranks:
 def perhaps_guarded(script: Script, node: ast.AST, depth: int = 0) -> bool:
     """Whether anything suggests that only some ranks reach ``node``; also where its callers are not in the script."""
     tests = [ast.unparse(test) for test, _ in tests_above(script, node)]
-    if any(_LOOSE.search(one) for one in tests if not one.startswith("__name__ ==")):
+    if any(_LOOSE.search(one) or _SEVERAL.search(one) for one in tests if not one.startswith("__name__ ==")):
         return True
     scope = script.scope(node)
     if not isinstance(scope, Function):

@@ -55,7 +55,14 @@ def scaled_gradients_clipped(script: Script) -> Iterator[Fault]:
             for call in same
             if called_name(call) == "unscale_" and ast.unparse(owner(call) or call) == ast.unparse(scaler or call)
         ]
+        scaled = [
+            call.lineno
+            for call in same
+            if called_name(call) == "scale" and ast.unparse(owner(call) or call) == ast.unparse(scaler or call)
+        ]
         for call in same:
+            if call.lineno < max(scaled, default=0):
+                continue  # of another scaler or another backward
             if script.is_torch(call, *_CLIPS) and not any(line < call.lineno for line in unscaled):
                 made = script.origin(scaler)
                 off = isinstance(made, ast.Call) and keyword(made, "enabled")
