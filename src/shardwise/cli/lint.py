@@ -85,7 +85,9 @@ def _repair(findings: Sequence[LintFinding], write: bool) -> int:
         if not edits:
             continue
         before = path.read_bytes().decode()
-        after, made = apply_edits(before, edits)
+        text = before.removeprefix("\ufeff")
+        after, made = apply_edits(text, edits)
+        after = before[: len(before) - len(text)] + after
         total += made
         if write:
             _write(path, after)
