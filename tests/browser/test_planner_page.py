@@ -272,6 +272,19 @@ def test_a_slider_answers_by_keyboard_and_the_last_answer_stays_visible(page):
     wait(page, "return location.hash.includes('global-batch=256')")
 
 
+def test_an_empty_field_shows_what_was_filled_in(page):
+    show(page, {"model": "llama-3.1-8b", "cluster": "8xA100-SXM-80GB"})
+    workload = page.chromium.run("return shardwise.answer().document.workload")
+    for name, unit in (("seq_len", "tokens"), ("global_batch", "samples")):
+        placeholder, value, slider, said = page.chromium.run(
+            "const [field, slider] = ['', '-slider'].map((end) => document.getElementById(arguments[0] + end));"
+            "return [field.placeholder, field.value, slider.value, slider.getAttribute('aria-valuetext')]",
+            name,
+        )
+        assert (placeholder, value, said) == (str(workload[name]), "", f"{workload[name]} {unit}")
+        assert 2 ** int(slider) == workload[name]
+
+
 def test_the_serve_tab_by_keyboard(page):
     from selenium.webdriver.common.keys import Keys
 

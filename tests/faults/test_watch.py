@@ -368,6 +368,20 @@ def test_it_says_when_the_ranks_go_on(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "watch.json").read_text())["events"][0]["recovered_after_s"] > 11
 
 
+@pytest.mark.parametrize(("phase", "time_left"), [("forward", "2 min 00 s"), ("evaluation", "10 min 00 s")])
+def test_it_says_how_long_the_ranks_have(tmp_path: Path, phase: str, time_left: str) -> None:
+    Heartbeat(tmp_path, 0).phase(phase)
+    one = Monitor(tmp_path, 1, tmp_path / "not there yet" / "watch.json")
+    found = Verdict(Reason.STOPPED, (0,), "rank 0 is stopped")
+    with mock.patch.object(monitor, "judge", return_value=found), mock.patch.object(monitor, "RECOVER_S", 120.0):
+        said = [line for now in (100.0, 200.0) for line in one._look(one._beats(), now, now)]
+    assert said == [
+        "nothing has moved for 3 min 20 s: rank 0 is stopped",
+        f"all ranks are ended in {time_left} unless they go on; their stacks: {one.report}",
+    ]
+    assert json.loads(one.report.read_text())["events"][0]["reason"] == "stopped"
+
+
 def test_nobody_else_is_obeyed(tmp_path: Path) -> None:
     """Users of a machine see each other's abstract sockets: a request needs the secret in a file of this user."""
     folder = tmp_path / "watch"

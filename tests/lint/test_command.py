@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -52,7 +53,12 @@ def test_a_finding_has_a_place_a_fix_and_an_exit_status(lint) -> None:
         ("# shardwise: ignore[SW302]", 0),
         ("#  shardwise:ignore[SW101, SW3]", 0),
         ("# shardwise: ignore", 0),
+        ("# noqa  # shardwise: ignore [SW302]", 0),
         ("# shardwise: ignore[SW301]", 1),
+        ("# shardwise: ignore [SW301]", 1),
+        ("# shardwise: ignore[SW3-1]", 1),
+        ("# shardwise: ignored", 1),
+        ("# shardwise: ignore-next-line", 1),
     ],
 )
 def test_a_comment_ignores_a_line_or_the_file(lint, comment, code) -> None:
@@ -87,6 +93,7 @@ def test_json_and_sarif(lint) -> None:
 def test_explain(lint) -> None:
     code, out, _ = lint("--explain", "SW302")
     assert code == 0 and out.startswith("SW302 barrier-on-some-ranks") and "why: A barrier ends when" in out
+    assert "\n\nSW302 " in lint("--explain", "SW30")[1], "an empty line between two rules"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,8 @@ def test_explain(lint) -> None:
         (["broken.yaml"], "file 'broken.yaml' cannot be read"),
         (["latin.py"], "not text in UTF-8"),
         (["a.py", "--select", "SW30x"], "no rule has this id or begins with it (did you mean 'SW3"),
-        (["--explain", "B1"], "docs/lint-rules.md lists them"),
+        (["--explain", "B1"], "--explain B1: no rule has this id or begins with it"),
+        (["--explain", "SW302", "a.py"], "--explain reads no files"),
         (["a.py", "--fix", "--json"], "exclude each other"),
     ],
 )
@@ -134,6 +142,8 @@ def test_fix_writes_and_diff_shows(lint) -> None:
     assert code == 0 and out.startswith("1 fix applied\n")
     assert Path("a.py").read_text() == before.replace("        shuffle=True,\n", "")
     assert lint("a.py", "--fix")[1].startswith("0 fixes applied")
+    Path("a.py").write_text(BAD)
+    assert lint("a.py", "--diff") == (1, "", "1 finding in 1 file; --fix repairs none of them\n")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +157,8 @@ def test_fix_writes_and_diff_shows(lint) -> None:
         ("x = é.f(a, b=2)  # é\n", RemoveKeyword((1, 4), "b"), "x = é.f(a)  # é\n"),
         ("'é', f(b=2)\n", RemoveKeyword((1, 6), "b"), "'é', f()\n"),
         ("f(b=2, a=1)\n", RemoveKeyword((1, 0), "b"), "f(a=1)\n"),
+        ("f(\n    a,\n    b=2,\n)\n", RemoveKeyword((1, 0), "b"), "f(\n    a,\n)\n"),
+        ("f(\n    a,\n    b=2\n)\n", RemoveKeyword((1, 0), "b"), "f(\n    a\n)\n"),
         ("f(g(1), 2)\n", Replace((1, 2), (1, 6), "h"), "f(h, 2)\n"),
         ("if a:\n    # why\n    f()\n", Insert((3, 4), "g()"), "if a:\n    g()\n    # why\n    f()\n"),
         ("if a:\n\tf()\nb\n", Insert((2, 1), "g()", after=True), "if a:\n\tf()\n\tg()\nb\n"),
@@ -186,3 +198,50 @@ def test_an_accelerator_of_another_function_is_not_written_in(lint) -> None:
     moved = text.replace("    for x in ", f"{head}    for x in ")
     Path("a.py").write_text(moved)
     assert "SW214" in lint("a.py")[1] and lint("a.py", "--fix")[1].startswith("0 fixes applied")
+
+
+def test_a_file_with_a_byte_order_mark_is_read_and_keeps_it(lint) -> None:
+    text = (HERE / "SW107" / "bad.py").read_text()
+    Path("a.py").write_text(text, encoding="utf-8-sig")
+    Path("a.json").write_text("{}", encoding="utf-8-sig")
+    assert lint("a.json")[0] == 0 and lint("a.py", "--fix")[1].startswith("1 fix applied\n")
+    assert Path("a.py").read_text() == "\ufeff" + text.replace("        shuffle=True,\n", "")
+
+
+def test_what_cannot_be_read_is_no_crash(lint) -> None:
+    os.mkfifo("a.py")
+    Path("deep.py").write_text(f"import torch\nx = {'-' * 100_000}1\n")
+    for words, says in (("a.py", "only files that end in"), ("deep.py", "it is nested too deep")):
+        code, _, err = lint(words)
+        assert code == 2 and says in err
+
+
+def test_a_path_in_sarif_is_a_uri(lint) -> None:
+    Path("a b#.py").write_text(BAD)
+    place = json.loads(lint("a b#.py", "--sarif")[1])["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "a%20b%23.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "body", "written"),
+    [
+        ("mixed_precision='fp16'", "loss.backward(retain_graph=True)", "a.backward(loss, retain_graph=True)"),
+        ("mixed_precision='fp16'", "loss = loss / 4\nloss.backward()", None),
+        ("mixed_precision='fp16'", "a.backward(loss)\nclip_grad_norm_(p, 1.0, foreach=True)", None),
+        ("mixed_precision='fp16'", "a.backward(loss)\nclip_grad_norm_(p, 1.0)", "a.clip_grad_norm_(p, 1.0)"),
+    ],
+)
+def test_a_fix_loses_no_argument(lint, options, body, written) -> None:
+    head = "from accelerate import Accelerator\nfrom torch.nn.utils import clip_grad_norm_\n"
+    text = f"{head}a = Accelerator({options})\n{body}\n"
+    Path("a.py").write_text(text)
+    assert lint("a.py")[0] == 1
+    lint("a.py", "--fix")
+    after = Path("a.py").read_text()
+    assert after.split("\n")[-2] == written if written else after == text
+
+
+def test_a_loss_divided_by_hand_needs_no_accelerator(lint) -> None:
+    text = "from accelerate import Accelerator\nimport torch\na = Accelerator(gradient_accumulation_steps=4)\n"
+    Path("a.py").write_text(f"{text}loss = loss / 4\nloss.backward()\n")
+    assert lint("a.py")[0] == 0

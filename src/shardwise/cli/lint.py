@@ -18,7 +18,8 @@ from shardwise.lint.lint_output import rule_page, text_lines, to_json, to_sarif
 from shardwise.lint.lint_paths import LintFinding, chosen_rules, lint_paths
 
 Ids = Annotated[
-    list[str] | None, typer.Option("--select", help="Only rules with this id, or its beginning; repeatable.")
+    list[str] | None,
+    typer.Option("--select", metavar="IDS", help="Only these rules, such as SW1,SW302 (SW1: all that begin so)."),
 ]
 
 
@@ -27,7 +28,9 @@ def run_lint(
         list[Path] | None, typer.Argument(metavar="PATH...", help="Scripts, launch files, configs, folders.")
     ] = None,
     select: Ids = None,
-    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Rules to leave out; repeatable.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option("--ignore", metavar="IDS", help="Rules to leave out, such as SW208.")
+    ] = None,
     fix: Annotated[bool, typer.Option("--fix", help="Repair in place what can be repaired safely.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Show what --fix would change; change nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -40,7 +43,9 @@ def run_lint(
         UserError: a path cannot be read, an id is unknown, or options contradict each other.
     """
     if explain is not None:
-        print("\n".join("\n".join(rule_page(one)) for one in chosen_rules([explain], [])))
+        if paths or fix or diff or as_json or as_sarif:
+            raise UserError("--explain reads no files and prints text; leave out the paths and the other options")
+        print("\n\n".join("\n".join(rule_page(one)) for one in chosen_rules([explain], option="--explain")))
         return
     if not paths:
         raise UserError("lint: PATH is missing; give scripts, launch files, configs or folders")
@@ -53,6 +58,9 @@ def run_lint(
         if fix:
             print(f"{changed} fix{'es' * (changed != 1)} applied")
             result = lint_paths(paths, rules)
+        elif not changed:
+            *_, count = text_lines(result)
+            print(count + "; --fix repairs none of them" * bool(result.findings), file=sys.stderr)
     for problem in result.unread:
         print(f"shardwise: {problem}", file=sys.stderr)
     if as_json:
@@ -77,7 +85,9 @@ def _repair(findings: Sequence[LintFinding], write: bool) -> int:
         if not edits:
             continue
         before = path.read_bytes().decode()
-        after, made = apply_edits(before, edits)
+        text = before.removeprefix("\ufeff")
+        after, made = apply_edits(text, edits)
+        after = before[: len(before) - len(text)] + after
         total += made
         if write:
             _write(path, after)

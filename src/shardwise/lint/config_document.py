@@ -52,17 +52,25 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     else:
         import yaml
 
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+            """Values with a tag of another program's are ``None``."""
+
+        Loader.add_constructor(None, lambda loader, node: None)
         try:
-            found = yaml.safe_load(text)
+            documents = list(yaml.load_all(text, Loader))
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from None
+        found = documents[0] if len(documents) == 1 else None
     return found if isinstance(found, dict) else {}
 
 
 def _tool(path: Path, data: dict[str, Any]) -> str:
     keys = set(data)
     if path.suffix == ".toml":
-        return "shardwise" if {"model", "data", "train"} <= keys else ""
+        tables = [data.get(name) for name in ("model", "data")]
+        model, samples = (set(one) if isinstance(one, dict) else set() for one in tables)
+        own = model & {"config", "factory", "weights"} and samples & {"path", "sources", "seq_len"}
+        return "shardwise" if own and "train" in data else ""
     if path.suffix == ".json":
         known = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
         return "deepspeed" if keys & known else ""

@@ -123,8 +123,9 @@ def _with_argument(call: libcst.Call, name: str, value: str | None) -> Any:
     given = [one for one in call.args if one.keyword is not None and one.keyword.value == name]
     if value is None:
         kept = [one for one in call.args if one not in given]
-        if kept and not isinstance(call.args[-1].comma, libcst.Comma):
-            kept[-1] = kept[-1].with_changes(comma=libcst.MaybeSentinel.DEFAULT)
+        last = call.args[-1]
+        if kept and kept[-1] is not last:
+            kept[-1] = kept[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
         return call.with_changes(args=kept) if given else None
     if given:
         new = given[0].with_changes(value=libcst.parse_expression(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
+from urllib.parse import quote
 
 from shardwise.lint.lint_paths import LintFinding, LintResult
 from shardwise.lint.rule import LintRule, all_rules
@@ -74,6 +75,7 @@ def to_sarif(result: LintResult, version: str) -> dict[str, Any]:
                         "rules": [_sarif_rule(one) for one in all_rules() if one.id in used],
                     }
                 },
+                "columnKind": "unicodeCodePoints",
                 "results": [_sarif_result(one, used.index(one.rule.id)) for one in result.findings],
             }
         ],
@@ -93,7 +95,7 @@ def _sarif_rule(rule: LintRule) -> dict[str, Any]:
 
 def _sarif_result(one: LintFinding, index: int) -> dict[str, Any]:
     region = {"startLine": one.fault.line, "startColumn": one.fault.column}
-    place = {"artifactLocation": {"uri": one.path.as_posix()}, "region": region}
+    place = {"artifactLocation": {"uri": quote(one.path.as_posix())}, "region": region}
     return {
         "ruleId": one.rule.id,
         "ruleIndex": index,

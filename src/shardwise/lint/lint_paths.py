@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 READERS = {"script": Script, "launch file": LaunchFile, "config": ConfigDocument}
 _SKIPPED = {"node_modules", "__pycache__", "build", "dist", "site-packages"}
-_IGNORE = re.compile(r"#\s*shardwise:\s*(ignore(?:-file)?)(?:\[([\w\s,]*)\])?")
+_IGNORE = re.compile(r"#\s*shardwise:\s*(ignore(?:-file)?)(?![\w-])(?:\s*\[([\w\s,]*)\]|(?!\s*\[))")
 _CONCERNS = re.compile(r"torch|accelerate|deepspeed|lightning|transformers")
 
 
@@ -49,17 +50,17 @@ class LintResult:
     unread: list[str] = field(default_factory=list)
 
 
-def chosen_rules(select: Sequence[str], ignore: Sequence[str]) -> tuple[LintRule, ...]:
-    """Return the rules whose id, or the beginning of it, is selected and not ignored.
+def chosen_rules(select: Sequence[str], ignore: Sequence[str] = (), option: str = "--select") -> tuple[LintRule, ...]:
+    """Return the rules whose id, or the beginning of it, is selected (by ``option``) and not ignored.
 
     Raises:
         UserError: an id that no rule has.
     """
     rules = all_rules()
     problems = [
-        f"--{option} {word}: no rule has this id or begins with it"
+        f"{name} {word}: no rule has this id or begins with it"
         f"{did_you_mean(word, [one.id for one in rules])}; docs/lint-rules.md lists them"
-        for option, words in (("select", select), ("ignore", ignore))
+        for name, words in ((option, select), ("--ignore", ignore))
         for word in words
         if not any(one.id.startswith(word) for one in rules)
     ]
@@ -78,19 +79,19 @@ def lint_paths(paths: Sequence[Path], rules: Sequence[LintRule]) -> LintResult:
     """
     result, problems = LintResult(), []
     for path in paths:
-        if not path.exists():
+        if not os.path.exists(path):  # Path.exists raises where a folder may not be looked into
             problems.append(f"path '{path}' does not exist; give a script, a launch file, a config or a folder")
             continue
-        if path.is_file() and path.suffix not in KINDS:
+        if not path.is_dir() and (path.suffix not in KINDS or not path.is_file()):
             problems.append(
                 f"path '{path}': only files that end in {', '.join(KINDS)} are read; rename it or leave it out"
             )
             continue
-        for file in [path] if path.is_file() else _files(path):
+        for file in [path] if path.is_file() else _files(path, result.unread):
             try:
-                result.findings += lint_text(file, file.read_text(encoding="utf-8"), rules)
+                result.findings += lint_text(file, file.read_text(encoding="utf-8-sig"), rules)
                 result.files += 1
-            except (OSError, ValueError, SyntaxError, RecursionError) as error:
+            except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
                 problem = f"file '{file}' cannot be read: {_reason(error)}"
                 (problems if path.is_file() else result.unread).append(problem)
     if problems:
@@ -100,18 +101,25 @@ def lint_paths(paths: Sequence[Path], rules: Sequence[LintRule]) -> LintResult:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}; repair it there"
+        return f"line {error.lineno or 1}: {error.msg}; repair it there"
     if isinstance(error, UnicodeDecodeError):
         return "it is not text in UTF-8; save it as that"
+    if isinstance(error, RecursionError | MemoryError):
+        return "it is nested too deep; leave it out"
     return f"{getattr(error, 'strerror', None) or error}; repair it, or leave it out"
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
+def _files(folder: Path, unread: list[str]) -> Iterator[Path]:
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError as error:
+        unread.append(f"folder '{folder}' cannot be read: {_reason(error)}")
+        return
+    for path in inside:
         if path.name.startswith(".") or path.name in _SKIPPED or path.is_symlink():
             continue
         if path.is_dir() and not (path / "pyvenv.cfg").exists():
-            yield from _files(path)
+            yield from _files(path, unread)
         elif path.is_file() and path.suffix in KINDS:
             yield path
 

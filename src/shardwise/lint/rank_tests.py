@@ -6,6 +6,7 @@ import ast
 import re
 from typing import Literal
 
+from shardwise.lint import branches
 from shardwise.lint.script import Function, Script, called_name
 
 Ranks = Literal["first", "others", ""]
@@ -19,6 +20,7 @@ _LOOSE = re.compile(
     r"|^[^%]*(_id|index|idx|number)\b.* == 0|^not [^%]*(_id|index|idx)\b",
     re.I,
 )
+_SEVERAL = re.compile("dist|ddp|fsdp|parallel|multi|world", re.I)
 _OPPOSITE: dict[Ranks, Ranks] = {"first": "others", "others": "first", "": ""}
 
 
@@ -27,7 +29,7 @@ def rank_kind(script: Script, node: ast.expr | None, depth: int = 0) -> str:
     if node is None or depth > 5:
         return ""
     match node:
-        case ast.Call(func=ast.Name(id="int"), args=[inner, *_]):
+        case ast.Call(func=ast.Name(id="int"), args=[inner, *_]) | ast.NamedExpr(value=inner):
             return rank_kind(script, inner, depth + 1)
         case ast.Call():
             name = script.name(node.func)
@@ -105,14 +107,23 @@ def ranks_of(script: Script, test: ast.expr, depth: int = 0) -> Ranks:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if rank_kind(script, left):
             return _compared(op, right)
         case ast.Call():
-            return _answer(script, test, depth)
+            name = called_name(test)
+            function = script.functions.get(name)
+            return _answer(script, function, depth) if function else "first" if name in _FIRST else ""
         case ast.Name() | ast.Attribute():
             held = script.value(test)
             if held is not None:
                 answers = {ranks_of(script, one, depth + 1) for one in _held(script, test, held)}
                 return answers.pop() if len(answers) == 1 else ""
-            return "first" if ast.unparse(test).rpartition(".")[2] in _FIRST else ""
+            last = ast.unparse(test).rpartition(".")[2]
+            if isinstance(test, ast.Attribute) and _is_property(script.functions.get(last)):
+                return _answer(script, script.functions[last], depth)
+            return "first" if last in _FIRST else ""
     return ""
+
+
+def _is_property(function: Function | None) -> bool:
+    return function is not None and "property" in {getattr(one, "id", "") for one in function.decorator_list}
 
 
 def _compared(op: ast.cmpop, right: ast.expr) -> Ranks:
@@ -135,45 +146,16 @@ def _of_one_process(test: ast.expr) -> bool:
     )
 
 
-def _answer(script: Script, call: ast.Call, depth: int) -> Ranks:
-    name = called_name(call)
-    function = script.functions.get(name)
-    if function is None:
-        return "first" if name in _FIRST else ""
+def _answer(script: Script, function: Function, depth: int) -> Ranks:
+    """Ranks for which a function is true, by its last return."""
     returned = [one for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
     last = max(returned, key=lambda one: one.lineno).value if returned else None
     return ranks_of(script, last, depth + 1) if last is not None else ""
 
 
-def tests_above(script: Script, node: ast.AST) -> list[tuple[ast.expr, bool]]:
-    """Tests that decide about ``node`` within its function, innermost first, each with the answer that it takes.
-
-    An ``if`` before it that returns or raises takes part too.
-    """
-    found: list[tuple[ast.expr, bool]] = []
-    child = node
-    for one in script.above(node):
-        if isinstance(one, ast.If | ast.While | ast.IfExp):
-            body = one.body if isinstance(one.body, list) else [one.body]
-            orelse = one.orelse if isinstance(one.orelse, list) else [one.orelse]
-            if child in body:
-                found.append((one.test, True))
-            elif child in orelse:
-                found.append((one.test, False))
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(one, field, None)
-            if isinstance(block, list) and child in block:
-                for before in block[: block.index(child)]:
-                    if isinstance(before, ast.If) and not before.orelse and _leaves(before.body):
-                        found.append((before.test, False))
-        if isinstance(one, Function | ast.Lambda):
-            break
-        child = one
-    return found
-
-
-def _leaves(body: list[ast.stmt]) -> bool:
-    return isinstance(body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+def tests_above(script: Script, node: ast.AST) -> branches.Tests:
+    """Tests that decide about ``node`` within its function, each with the answer that it takes."""
+    return branches.tests_above(script.parent, node)
 
 
 def guard(script: Script, node: ast.AST) -> tuple[Ranks, ast.expr | None]:
@@ -200,7 +182,8 @@ def reached_by(script: Script, node: ast.AST, depth: int = 0) -> Ranks:
 
 def perhaps_guarded(script: Script, node: ast.AST, depth: int = 0) -> bool:
     """Whether anything suggests that only some ranks reach ``node``; also where its callers are not in the script."""
-    if any(_LOOSE.search(ast.unparse(test)) for test, _ in tests_above(script, node)):
+    tests = [ast.unparse(test) for test, _ in tests_above(script, node)]
+    if any(_LOOSE.search(one) or _SEVERAL.search(one) for one in tests if not one.startswith("__name__ ==")):
         return True
     scope = script.scope(node)
     if not isinstance(scope, Function):

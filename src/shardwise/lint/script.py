@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from shardwise.lint.branches import exclude, tests_above
 from shardwise.lint.rule import Edit, Fault
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -154,6 +155,10 @@ class Script:
         """Whether ``node`` is ``outer`` or part of it."""
         return node is outer or outer in self.above(node)
 
+    def apart(self, node: ast.AST, other: ast.AST) -> bool:
+        """Whether only one of two nodes of a function can run: they are in different branches."""
+        return exclude(tests_above(self.parent, node), tests_above(self.parent, other))
+
     def calls_in(self, outer: ast.AST) -> list[ast.Call]:
         """Calls within ``outer``."""
         return [node for node in ast.walk(outer) if isinstance(node, ast.Call)]
@@ -209,6 +214,8 @@ class Script:
         home, text = self._home(node) if isinstance(node, ast.Attribute) else self.scope(at), ast.unparse(node)
         while True:
             entries = self._assigned.get((home, text), [])
+            if home is self.scope(at):
+                entries = [one for one in entries if not self.apart(one[2], at)]
             before = [one for one in entries if _line(one[2]) < _line(at)] if home is self.scope(at) else entries
             if before or entries:
                 return (before or entries)[-1]
@@ -266,7 +273,19 @@ class Script:
                     found |= self._from_call(expression, place, where, depth)
             case ast.Call():
                 found |= self._from_call(node, None, at, depth)
-        return found
+        return found - self._excluded(node, at) if found else found
+
+    def _excluded(self, node: ast.expr, at: ast.AST) -> set[str]:
+        """Wrappers that an ``isinstance(node, ...)`` around ``at`` leaves out."""
+        kinds: set[str] = set()
+        for test, answer in tests_above(self.parent, at):
+            match test:
+                case ast.Call(func=ast.Name(id="isinstance"), args=[held, classes]):
+                    if ast.unparse(held) == ast.unparse(node):
+                        named = classes.elts if isinstance(classes, ast.Tuple) else [classes]
+                        those = {WRAPPERS.get(self.name(one).rpartition(".")[2], "") for one in named}
+                        kinds |= set(WRAPPERS.values()) - those if answer else those
+        return kinds
 
     def _from_call(self, node: ast.expr, place: int | None, at: ast.AST, depth: int) -> set[str]:
         if not isinstance(node, ast.Call):
@@ -288,9 +307,13 @@ class Script:
         return set()
 
     def _sharded_in_place(self, node: ast.expr, at: ast.AST) -> bool:
-        text, scope = ast.unparse(node), self.scope(at)
+        text, home = ast.unparse(node), self._home(node) if isinstance(node, ast.Attribute) else self.scope(at)
         return any(
-            call.args and ast.unparse(call.args[0]) == text and self.scope(call) is scope and _line(call) < _line(at)
+            call.args
+            and ast.unparse(call.args[0]) == text
+            and (self._home(call.args[0]) if isinstance(home, ast.ClassDef) else self.scope(call)) is home
+            and _line(call) < _line(at)
+            and not self.apart(call, at)
             for call in self._shardings
         )
 

@@ -137,7 +137,9 @@ class PlanRequest(BaseModel):
     ] = 1
     program_text: Annotated[
         str,
-        CommandOption("--program", help=f"Whose costs: {', '.join(program_names())}, or a TOML file of traits."),
+        CommandOption(
+            "--program", help=f"Program that trains: {', '.join(program_names())}, or a TOML file of traits."
+        ),
         Word(str, OWN, name="program"),
     ] = OWN
     program: ProgramTraits = SHARDWISE

@@ -172,13 +172,16 @@ class Monitor:
         if key != self._seen:  # twice the same, so that nobody is named who has moved on meanwhile
             self._seen = key
             return []
-        lines = []
-        if self.verdict is None or (self.verdict.reason, self.verdict.ranks) != key:
-            self._name(found, quiet, facts, now)
-            lines = [f"nothing has moved for {seconds_text(quiet)}: {found.text}"]
         working = any(one.works for one in facts if one.rank in found.ranks)
         between = any(one.beat.phase in _BETWEEN for one in facts if one.rank in found.ranks)
         patience = BUSY_S if working else RECOVER_S * (_SLOWER if found.reason in SLOW or between else 1.0)
+        lines = []
+        if self.verdict is None or (self.verdict.reason, self.verdict.ranks) != key:
+            self._name(found, quiet, facts, now)
+            lines = [
+                f"nothing has moved for {seconds_text(quiet)}: {found.text}",
+                f"all ranks are ended in {seconds_text(patience)} unless they go on; their stacks: {self.report}",
+            ]
         self.ends = found.reason in CERTAIN or now - self._named_at > patience
         return [] if self.ends else lines
 

@@ -336,7 +336,9 @@ def _notes(
     if layout.strategy.engine == "deepspeed" and workload.program.is_own:
         notes.append("counted as the same plan on PyTorch; DeepSpeed's own buffers are not known")
     if squeezed:
-        notes.append("fits only because the allocator gives cached memory back and asks again, which costs time")
+        notes.append(
+            "as little as this only because the allocator gives cached memory back and asks again, which costs time"
+        )
     if not known:
         notes.append("the optimizer is not known: its state is left out")
     return tuple(notes)

@@ -27,6 +27,8 @@ def local_norm_clipped(script: Script) -> Iterator[Fault]:
         model = script.parameters_of(call.args[0]) if call.args else None
         if model is None or "fsdp1" not in script.wrapped(model, call):
             continue
+        if any(ast.unparse(owner(one) or one) == ast.unparse(model) for one in script.method_calls("clip_grad_norm_")):
+            continue  # this one is for a model that is wrapped otherwise
         bound = argument(call, 1, "max_norm")
         simple = bound is not None and len(call.args) + len(call.keywords) == 2 and isinstance(model, ast.Name)
         code = f"{ast.unparse(model)}.clip_grad_norm_({ast.unparse(bound)})" if bound is not None else ""
@@ -53,7 +55,14 @@ def scaled_gradients_clipped(script: Script) -> Iterator[Fault]:
             for call in same
             if called_name(call) == "unscale_" and ast.unparse(owner(call) or call) == ast.unparse(scaler or call)
         ]
+        scaled = [
+            call.lineno
+            for call in same
+            if called_name(call) == "scale" and ast.unparse(owner(call) or call) == ast.unparse(scaler or call)
+        ]
         for call in same:
+            if call.lineno < max(scaled, default=0):
+                continue  # of another scaler or another backward
             if script.is_torch(call, *_CLIPS) and not any(line < call.lineno for line in unscaled):
                 made = script.origin(scaler)
                 off = isinstance(made, ast.Call) and keyword(made, "enabled")
@@ -70,10 +79,19 @@ def scaled_gradients_clipped(script: Script) -> Iterator[Fault]:
 )
 def scaler_never_updated(script: Script) -> Iterator[Fault]:
     """scaler.step() in a script without an update() of the scaler."""
-    updated = any(is_scaler(script, owner(call)) for call in script.method_calls("update"))
+    updated = any(_updates_a_scaler(script, call) for call in script.method_calls("update"))
     for step in script.method_calls("step"):
-        if is_scaler(script, owner(step)) and step.args and not updated:
+        made = script.origin(owner(step))
+        off = isinstance(made, ast.Call) and is_constant(keyword(made, "enabled"), False)
+        if is_scaler(script, owner(step)) and step.args and not updated and not off:
             yield script.fault(step)
+
+
+def _updates_a_scaler(script: Script, call: ast.Call) -> bool:
+    """Whether a scaler is updated by ``call``, or nothing shows what is."""
+    made = script.origin(owner(call))
+    unknown = not isinstance(made, ast.Call) and not call.args and not call.keywords
+    return unknown or is_scaler(script, owner(call))
 
 
 @rule(
@@ -89,8 +107,11 @@ def scaler_never_updated(script: Script) -> Iterator[Fault]:
 def bf16_loss_scaled(script: Script) -> Iterator[Fault]:
     """GradScaler() where every autocast in the script has dtype=torch.bfloat16."""
     casts = script.torch_calls("autocast")
-    types = [script.name(script.origin(keyword(call, "dtype"))) for call in casts]
-    if not casts or set(types) != {"torch.bfloat16"}:
+    types = [argument(call, 1, "dtype") for call in casts]
+    several = [script.values(one) for one in types if isinstance(one, ast.Name)]
+    if not casts or {script.name(script.origin(one)) for one in types} != {"torch.bfloat16"}:
+        return
+    if any(script.name(one) != "torch.bfloat16" for values in several for one in values):
         return
     for call in script.torch_calls("GradScaler"):
         if keyword(call, "enabled") is None and any(
@@ -153,7 +174,8 @@ def clipped_past_accelerate(script: Script) -> Iterator[Fault]:
         for one in script.trains:
             if script.is_accelerator(one.func) and script.scope(one) is script.scope(call):
                 code = f"{ast.unparse(owner(one) or one)}.{called_name(call)}"
-                yield script.fault(call, "", replace(call.func, code))
+                known = {one.arg for one in call.keywords} <= {"parameters", "max_norm", "norm_type", "clip_value"}
+                yield script.fault(call, "", *((replace(call.func, code),) if known else ()))
                 break
 
 

@@ -265,9 +265,12 @@ def backward_under_autocast(script: Script) -> Iterator[Fault]:
         for one in script.above(backward):
             if isinstance(one, ast.FunctionDef):
                 break
-            entered = [item.context_expr for item in one.items] if isinstance(one, ast.With) else []
-            if any(script.is_torch(context, "autocast") for context in entered):
+            entered = [script.origin(item.context_expr) for item in one.items] if isinstance(one, ast.With) else []
+            casts = [context for context in entered if script.is_torch(context, "autocast")]
+            off = any(isinstance(cast, ast.Call) and is_constant(keyword(cast, "enabled"), False) for cast in casts)
+            if casts and not off:
                 yield script.fault(backward)
+            if casts:
                 break
 
 
@@ -395,23 +398,26 @@ def backward_past_accelerate(script: Script) -> Iterator[Fault]:
     from shardwise.lint.fixes import replace
 
     accelerators = [call for call in script.calls if script.name(call.func) == "accelerate.Accelerator"]
-    needed = any(
-        getattr(keyword(call, "mixed_precision"), "value", "") == "fp16"
-        or (
-            keyword(call, "gradient_accumulation_steps") is not None
-            and not is_constant(keyword(call, "gradient_accumulation_steps"), 1)
-        )
+    half = any(getattr(keyword(call, "mixed_precision"), "value", "") == "fp16" for call in accelerators)
+    accumulates = any(
+        keyword(call, "gradient_accumulation_steps") is not None
+        and not is_constant(keyword(call, "gradient_accumulation_steps"), 1)
         for call in accelerators
     )
     names = {ast.unparse(one.targets[0]) for call in accelerators if isinstance(one := script.parent[call], ast.Assign)}
-    if not needed or len(names) != 1 or any(script.is_accelerator(one.func) for one in script.trains):
+    if not (half or accumulates) or len(names) != 1 or any(script.is_accelerator(one.func) for one in script.trains):
         return
     for backward in script.trains:
         loss = loss_of(script, backward)
+        divided = any(divisions(script, loss, script.scope(backward)))
+        if not half and divided:  # by hand, as it has to be without the Accelerator's
+            continue
         if not backward.args and loss is owner(backward) and isinstance(loss, ast.Name):
             name, known = min(names), {script.scope(call) for call in accelerators} | {script.tree}
-            edit = replace(backward, f"{name}.backward({loss.id})")
-            yield script.fault(backward, "", *((edit,) if known <= {script.scope(backward), script.tree} else ()))
+            given = ", ".join([loss.id, *(ast.unparse(one) for one in backward.keywords)])
+            edit = replace(backward, f"{name}.backward({given})")
+            safe = not divided and known <= {script.scope(backward), script.tree}
+            yield script.fault(backward, "", *((edit,) if safe else ()))
 
 
 @rule(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardwise.lint.fixes import replace
 from shardwise.lint.launch_file import Command, LaunchFile
+from shardwise.lint.rank_tests import tests_above
 from shardwise.lint.rule import Fault, rule
-from shardwise.lint.script import Script, called_name, keyword
+from shardwise.lint.script import Loop, Script, called_name, keyword
 
 _RENAMED = ("NCCL_BLOCKING_WAIT", "NCCL_ASYNC_ERROR_HANDLING", "NCCL_DESYNC_DEBUG", "NCCL_ENABLE_TIMING")
 _LEVELS = {
@@ -66,7 +68,7 @@ def _at(read: Script | LaunchFile, line: int, node: ast.expr | None, text: str) 
     "renamed-nccl-variable",
     kinds=("script", "launch file"),
     severity="warning",
-    message="PyTorch calls this variable TORCH_NCCL_... since 2.2: the old name warns, and loses to the new one.",
+    message="PyTorch 2.2 renamed this variable to TORCH_NCCL_...: the old name warns, and loses to the new one.",
     why="""The new name wins where both are set, and torchrun sets TORCH_NCCL_ASYNC_ERROR_HANDLING=1 for every rank:
     the old name then does nothing.""",
     fix="put TORCH_ before the name",
@@ -75,7 +77,7 @@ def renamed_variable(read: Script | LaunchFile) -> Iterator[Fault]:
     """A variable of PyTorch's NCCL backend by its old name."""
     for name, _, line, node in _variables(read):
         if name in _RENAMED:
-            text = f"PyTorch calls {name} TORCH_{name} since 2.2: the old name warns, and loses to the new one."
+            text = f"PyTorch 2.2 renamed {name} to TORCH_{name}: the old name warns, and loses to the new one."
             fault = _at(read, line, node, text)
             quoted = isinstance(read, Script) and node is not None
             yield Fault(fault.line, fault.column, text, (replace(node, f'"TORCH_{name}"'),) if quoted and node else ())
@@ -93,7 +95,7 @@ def renamed_variable(read: Script | LaunchFile) -> Iterator[Fault]:
 def no_such_level(read: Script | LaunchFile) -> Iterator[Fault]:
     """NCCL_DEBUG or TORCH_DISTRIBUTED_DEBUG with a value that is none of theirs."""
     for name, value, line, node in _variables(read):
-        known = name in _LEVELS and isinstance(value, str) and value and not value.startswith("$")
+        known = name in _LEVELS and isinstance(value, str) and value and not re.search("[$`]", value)
         if known and str(value).upper() not in _LEVELS[name]:
             effect = "NCCL logs nothing" if name == "NCCL_DEBUG" else "a later `import torch` raises ValueError"
             yield _at(read, line, node, f"{name}={value} is none of {', '.join(_LEVELS[name])}: {effect}.")
@@ -131,10 +133,10 @@ def script_without_launcher(read: LaunchFile) -> Iterator[Fault]:
     if set_here & {"RANK", "WORLD_SIZE"} or read.sbatch:
         return
     for command in read.commands:
-        if not re.fullmatch(r"python[\d.]*", command.words[0].rpartition("/")[2]) or command.is_torchrun:
+        if not re.fullmatch(r"python[\d.]*", command.program) or command.is_torchrun:
             continue
-        script = next((word for word in command.words[1:] if not word.startswith("-")), "")
-        needs = script.endswith(".py") and command.words[1] != "-m" and _needs_ranks(read, script)
+        script = next((word for word in command.bare[1:] if not word.startswith("-")), "")
+        needs = script.endswith(".py") and command.bare[1] != "-m" and _needs_ranks(read, script)
         if needs:
             yield read.fault(command.line)
 
@@ -153,8 +155,27 @@ def _needs_ranks(read: LaunchFile, script: str) -> bool:
                 text,
             )
             asked = re.search(r"environ|getenv|is_distributed|is_available", text)
-            return "init_process_group(" in text and not own and not asked and "init_method" not in text
+            unknown = own or asked or "init_method" in text
+            return "init_process_group(" in text and not unknown and _always_starts(path, text)
     return False
+
+
+def _always_starts(path: Path, text: str) -> bool:
+    """Whether a script calls init_process_group() whatever its options are."""
+    try:
+        script = Script(path, text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(_always_runs(script, call) for call in script.torch_calls("init_process_group"))
+
+
+def _always_runs(script: Script, node: ast.AST, depth: int = 0) -> bool:
+    tests = [test for test, answer in tests_above(script, node) if not answer or "__name__" not in ast.unparse(test)]
+    scope = script.scope(node)
+    above = [one for one in script.above(node) if script.inside(one, scope)]
+    if tests or depth > 3 or any(isinstance(one, ast.Try | ast.BoolOp | ast.Match | Loop) for one in above):
+        return False
+    return scope is script.tree or any(_always_runs(script, call, depth + 1) for call in script.callers(scope))
 
 
 @rule(
@@ -170,18 +191,23 @@ def _needs_ranks(read: LaunchFile, script: str) -> bool:
 def launcher_in_every_task(read: LaunchFile) -> Iterator[Fault]:
     """`srun torchrun` in a job of several tasks a node."""
     for command in _commands(read, "srun"):
-        own = command.option("ntasks-per-node")
-        tasks = int(own) if own and own.isdigit() else read.job("ntasks-per-node")
-        nodes, total = read.job("nodes") or 1, read.job("ntasks")
-        if own is None and tasks is None and total is not None and total > nodes:
-            tasks = total // nodes
-        one_each = command.option("ntasks") == str(nodes) or command.option("n") == str(nodes)
-        if command.is_torchrun and tasks is not None and tasks > 1 and not one_each:
+        if command.is_torchrun and (_tasks_of_a_node(read, command) or 0) > 1:
             yield read.fault(command.line)
 
 
+def _tasks_of_a_node(read: LaunchFile, srun: Command) -> int | None:
+    """Tasks that a srun starts on each node: by its own options, else by the job's; ``None`` where that is unknown."""
+    each, total = srun.option("ntasks-per-node"), srun.option("ntasks", "n")
+    nodes = srun.option("nodes", "N") or read.sbatch.get("nodes", ("1", 0))[0]
+    if each is None and total is None:
+        each, total = (str(one) if one else None for one in (read.job("ntasks-per-node"), read.job("ntasks")))
+    if each is not None:
+        return int(each) if each.isdecimal() else None
+    return int(total) // int(nodes) if total and total.isdecimal() and nodes.isdecimal() and int(nodes) else None
+
+
 def _commands(read: LaunchFile, program: str) -> Iterator[Command]:
-    return (one for one in read.commands if one.words[0].rpartition("/")[2] == program)
+    return (one for one in read.commands if one.program == program)
 
 
 @rule(
@@ -194,13 +220,13 @@ def _commands(read: LaunchFile, program: str) -> Iterator[Command]:
 )
 def more_ranks_than_gpus(read: LaunchFile) -> Iterator[Fault]:
     """--nproc-per-node above the GPUs of the Slurm job or of CUDA_VISIBLE_DEVICES."""
-    visible = read.variables.get("CUDA_VISIBLE_DEVICES", ("", 0))[0]
-    listed = len(visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else None
     gres = re.search(r"gpu(?::\w+)?:(\d+)", read.sbatch.get("gres", ("", 0))[0])
-    gpus = listed or read.job("gpus-per-node") or (int(gres.group(1)) if gres else None)
+    of_job = read.job("gpus-per-node") or (int(gres.group(1)) if gres else None)
     for command in read.commands:
+        visible = read.value_at(command, "CUDA_VISIBLE_DEVICES")
+        gpus = len(visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else of_job
         ranks = command.option("nproc-per-node")
-        if command.is_torchrun and gpus is not None and ranks is not None and ranks.isdigit() and int(ranks) > gpus:
+        if command.is_torchrun and gpus is not None and ranks is not None and ranks.isdecimal() and int(ranks) > gpus:
             text = f"{ranks} ranks are started on a node with {gpus} GPU{'s' * (gpus != 1)}: the last ones raise"
             yield read.fault(command.line, f'{text} "invalid device ordinal".')
 
@@ -216,20 +242,21 @@ def more_ranks_than_gpus(read: LaunchFile) -> Iterator[Fault]:
 )
 def one_port_for_many_runs(read: LaunchFile) -> Iterator[Fault]:
     """Two torchrun in the background with one port; an array job with a fixed MASTER_PORT that something reads."""
-    torchruns = [one for one in read.commands if one.is_torchrun]
-    runs = [one for one in torchruns if one.option("standalone") is None]
     port = read.variables.get("MASTER_PORT", ("", 0))
-    is_read = not torchruns or re.search(r"\$\{?MASTER_PORT\b", read.text)  # torchrun itself does not
-    if (
-        "array" in read.sbatch
-        and port[0].isdigit()
-        and is_read
-        and read.job("exclusive") is None
-        and "exclusive" not in read.sbatch
-    ):
+    torchruns = any(one.is_torchrun for one in read.commands)
+    uses = [line for line in read.text.split("\n") if re.search(r"\$\{?MASTER_PORT\b", line)]
+    is_read = uses if torchruns else [""]  # torchrun itself does not read it
+    shared = is_read and not any(re.search("ARRAY|RANDOM|JOB_?ID", line) for line in is_read)
+    one_by_one = read.sbatch.get("array", ("", 0))[0].endswith("%1") or "exclusive" in read.sbatch
+    if "array" in read.sbatch and port[0].isdecimal() and shared and not one_by_one:
         yield read.fault(port[1])
     ports: dict[str, Command] = {}
-    for command in (one for one in runs if one.background):
+    for command in read.commands:
+        if command.branches or command.program == "wait":
+            ports = {}
+        elsewhere = command.program in ("ssh", "pdsh", "srun", "docker", "podman", "kubectl")
+        if not command.is_torchrun or not command.background or elsewhere or command.option("standalone") is not None:
+            continue
         given = command.option("master-port", "rdzv-endpoint")
         if given is None and command.option("nnodes") not in (None, "1"):
             given = "29500"
@@ -275,7 +302,7 @@ def nodes_without_meeting_point(read: LaunchFile) -> Iterator[Fault]:
     """torchrun --nnodes=2 without an address, or with --standalone."""
     for command in read.commands:
         nodes = command.option("nnodes") or ""
-        if not command.is_torchrun or not nodes.isdigit() or int(nodes) < 2:
+        if not command.is_torchrun or not nodes.isdecimal() or int(nodes) < 2:
             continue
         alone = command.option("standalone") is not None
         given = command.option("rdzv-endpoint", "master-addr") or "PET_" in read.text
@@ -300,7 +327,7 @@ def localhost_for_many_nodes(read: LaunchFile) -> Iterator[Fault]:
     for command in read.commands:
         nodes = command.option("nnodes") or ""
         address = command.option("master-addr", "rdzv-endpoint") or ""
-        several = many or (nodes.isdigit() and int(nodes) > 1)
+        several = many or (nodes.isdecimal() and int(nodes) > 1)
         if command.is_torchrun and several and address.partition(":")[0] in ("localhost", "127.0.0.1"):
             yield read.fault(command.line)
 
@@ -346,6 +373,12 @@ def local_rank_option(script: Script) -> Iterator[Fault]:
     strings = {node.value for node in script.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     if any("LOCAL_RANK" in one for one in strings) or script.imports("deepspeed", "transformers", "accelerate"):
         return
+    set_later = any(
+        isinstance(node, ast.Attribute) and node.attr == "local_rank" and isinstance(node.ctx, ast.Store)
+        for node in script.nodes
+    )
+    if set_later or strings & {"SLURM_LOCALID", "MPI_LOCALRANKID"}:
+        return
     selects = any(
         "local_rank" in ast.unparse(one)
         for call in script.torch_calls("set_device", "device", "DistributedDataParallel")
@@ -379,7 +412,7 @@ def too_many_threads(read: LaunchFile) -> Iterator[Fault]:
         if (
             everything
             and command.is_torchrun
-            and ranks.isdigit()
+            and ranks.isdecimal()
             and int(ranks) > 1
             and read.job("ntasks-per-node") in (None, 1)
         ):

@@ -24,11 +24,26 @@ def _collective(script: Script, call: ast.Call) -> str:
     return name if name in _FABRIC and script.is_fabric(call.func) else ""
 
 
+_GROUP_PLACES = {
+    **dict.fromkeys(["barrier", "monitored_barrier"], 0),
+    **dict.fromkeys(["all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"], 2),
+    **dict.fromkeys(["broadcast", "broadcast_object_list"], 2),
+    **dict.fromkeys(["gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"], 3),
+}
+"""Where torch.distributed takes the group of a collective."""
+
+
+def _has_group(script: Script, call: ast.Call) -> bool:
+    """Whether a collective is of a group of its own."""
+    place = _GROUP_PLACES.get(script.collective(call))
+    return (argument(call, place, "group") if place is not None else keyword(call, "group")) is not None
+
+
 def _partial(script: Script, wanted: set[str] | None, unwanted: set[str]) -> Iterator[ast.Call]:
     """Collectives of the whole world that only some ranks reach, and the others have no such call for."""
     calls = [(call, name) for call in script.calls if (name := _collective(script, call))]
     for call, name in calls:
-        if name in unwanted or (wanted is not None and name not in wanted) or keyword(call, "group") is not None:
+        if name in unwanted or (wanted is not None and name not in wanted) or _has_group(script, call):
             continue
         ranks = reached_by(script, call)
         opposite = "others" if ranks == "first" else "first"
@@ -87,7 +102,7 @@ def collective_after_an_error(script: Script) -> Iterator[Fault]:
     """A collective in `except` or `finally` of a try whose body has collectives of its own, or trains."""
     for call in script.calls:
         name = _collective(script, call)
-        if not name or keyword(call, "group") is not None:
+        if not name or _has_group(script, call):
             continue
         child: ast.AST = call
         for one in script.above(call):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from shardwise.lint.fixes import RemoveKeyword, place_of
 from shardwise.lint.rank_tests import rank_kind
 from shardwise.lint.rule import Fault, rule
-from shardwise.lint.script import Function, Script, argument, called_name, has_word, is_constant, keyword, owner
+from shardwise.lint.script import Script, argument, called_name, has_word, is_constant, keyword, owner
 from shardwise.lint.training_calls import optimizer_steps
 
 
@@ -45,6 +44,7 @@ def optimizer_before_sharding(script: Script) -> Iterator[Fault]:
                 same
                 and shard.lineno > made.lineno
                 and steps
+                and not script.apart(shard, made)
                 and not is_constant(keyword(shard, "use_orig_params"), True)
             ):
                 rebuilt = [one for one in _assignments(script, name) if one.lineno > shard.lineno]
@@ -153,50 +153,6 @@ def forward_past_ddp(script: Script) -> Iterator[Fault]:
 def _without_gradients(script: Script, node: ast.AST) -> bool:
     entered = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
     return any(script.is_torch(one, "no_grad", "inference_mode") for one in entered)
-
-
-@rule(
-    "SW505",
-    "unused-parameters-searched-in-vain",
-    severity="warning",
-    message="find_unused_parameters=True searches the graph in every step, and this model has no unused parameter.",
-    why="""Every submodule that the class creates is used in its forward(), which has no branch: in each step DDP walks
-    the whole autograd graph, and all-reduces a map of what was used, for nothing.""",
-    fix="leave find_unused_parameters out",
-)
-def unused_parameters_searched(script: Script) -> Iterator[Fault]:
-    """DDP(Model(), find_unused_parameters=True) for a class whose forward uses all it has, without a branch."""
-    for call in script.torch_calls("DistributedDataParallel"):
-        made = script.origin(call.args[0]) if call.args else None
-        if not is_constant(keyword(call, "find_unused_parameters"), True) or not isinstance(made, ast.Call):
-            continue
-        for node in script.nodes:
-            if isinstance(node, ast.ClassDef) and node.name == called_name(made) and _uses_everything(script, node):
-                yield script.fault(call, "", RemoveKeyword(place_of(call), "find_unused_parameters"))
-
-
-def _uses_everything(script: Script, node: ast.ClassDef) -> bool:
-    methods = {one.name: one for one in node.body if isinstance(one, Function)}
-    if set(methods) != {"__init__", "forward"} or {script.name(base) for base in node.bases} != {"torch.nn.Module"}:
-        return False
-    created = {
-        target.attr: one.value
-        for one in ast.walk(methods["__init__"])
-        if isinstance(one, ast.Assign)
-        for target in one.targets
-        if isinstance(target, ast.Attribute)
-    }
-    simple = all(
-        isinstance(one, ast.Call) and script.name(one.func).startswith("torch.nn.") for one in created.values()
-    )
-    forward = methods["forward"]
-    used = {one.attr for one in ast.walk(forward) if isinstance(one, ast.Attribute)}
-    branches = any(
-        isinstance(one, ast.If | ast.IfExp | ast.For | ast.While | ast.Try | ast.BoolOp) for one in ast.walk(forward)
-    )
-    returns = [one for one in ast.walk(forward) if isinstance(one, ast.Return)]
-    single = len(returns) == 1 and not isinstance(returns[0].value, ast.Tuple | ast.Dict)
-    return bool(created) and simple and set(created) <= used and not branches and single
 
 
 @rule(
@@ -445,11 +401,15 @@ def whole_model_on_every_gpu(script: Script) -> Iterator[Fault]:
         stored, model = script.parent.get(move), owner(move)
         names = {ast.unparse(one) for one in stored.targets} if isinstance(stored, ast.Assign) else {ast.unparse(move)}
         names |= {ast.unparse(model)} if isinstance(model, ast.Name | ast.Attribute) else set()
+        same = [one for one in shards if script.scope(one) is script.scope(move)]
+        if any(one.lineno < move.lineno and script.is_torch(one, "fully_shard") for one in same):
+            continue  # its layers are sharded already
         if any(
             ast.unparse(one.args[0]) in names
             and one.lineno >= move.lineno
-            and script.scope(one) is script.scope(move)
             and not script.wrapped(model, move) & {"fsdp1", "fsdp2"}
-            for one in shards
+            and not script.apart(one, move)
+            and "NO_SHARD" not in ast.unparse(one)
+            for one in same
         ):
             yield script.fault(move)

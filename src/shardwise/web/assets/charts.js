@@ -109,7 +109,7 @@ export function picture(answer) {
   if (cluster.nodes > nodes) drawn.append(s("text", { x: width - 38, y: nodeHeight / 2 + 4, class: "tick" }, `+ ${cluster.nodes - nodes}`));
   const links = [
     cluster.devices_per_node > 1 && ["inside a node: ", cluster.link ?? "link unknown", cluster.link_bytes_per_s !== null && [" ", number(answer, "cluster.link_bytes_per_s")]],
-    cluster.nodes > 1 && ["between nodes: ", cluster.network_bytes_per_s === null ? "unknown" : number(answer, "cluster.network_bytes_per_s"), " per GPU"],
+    cluster.nodes > 1 && ["between nodes: ", ...(cluster.network_bytes_per_s === null ? ["unknown"] : [number(answer, "cluster.network_bytes_per_s"), " per GPU"])],
   ].filter(Boolean);
   return h("figure", { class: "cluster-picture" }, drawn, h("figcaption", {},
     number(answer, "cluster.nodes"), cluster.nodes === 1 ? " node of " : " nodes of ", number(answer, "cluster.devices_per_node"), ` × ${cluster.device_name}`,

@@ -54,8 +54,10 @@ function power(text) {
   return number > 0 ? Math.round(Math.log2(number)) : null;
 }
 
+function given(name) { return state[name] || $(name).placeholder; } // of an empty field what the last answer took
+
 function slide() {
-  for (const [name, text] of [["devices", state.clusters[state.at].devices], ["seq_len", state.seq_len], ["global_batch", state.global_batch], ["context", state.context], ["concurrency", state.concurrency]]) {
+  for (const [name, text] of [["devices", state.clusters[state.at].devices], ["seq_len", given("seq_len")], ["global_batch", given("global_batch")], ["context", state.context], ["concurrency", state.concurrency]]) {
     const slider = $(`${name}-slider`), found = power(text) ?? (text ? "" : slider.defaultValue);
     if (found !== "") slider.value = found; // of an empty field what is usual; while a word is typed the slider stays
     slider.setAttribute("aria-valuetext", `${text || "usual"} ${{ devices: "GPUs", seq_len: "tokens", global_batch: "samples", context: "tokens", concurrency: "sequences" }[name]}`);
@@ -219,9 +221,11 @@ function facts(answer) {
   const { model, cluster } = answer.document;
   $("model-facts").textContent = `${answer.texts["model.parameters"]} parameters, ${answer.texts["model.blocks"]} blocks`
     + (model.max_seq_len === null ? "" : `, made for ${answer.texts["model.max_seq_len"]} tokens`);
-  $("gpu-facts").textContent = `${answer.texts["cluster.device_memory_bytes"]}, ${answer.texts["cluster.price_per_device_hour"]} an hour`;
+  $("gpu-facts").textContent = `${answer.texts["cluster.device_memory_bytes"]}, ${cluster.price_per_device_hour === null ? "price unknown" : `${answer.texts["cluster.price_per_device_hour"]} an hour`}`;
   if (![...$("gpu").options].some((one) => one.value === state.clusters[state.at].gpu)) $("gpu").value = cluster.device_name;
   $("picture").replaceChildren(picture(answer));
+  for (const name of ["seq_len", "global_batch"]) $(name).placeholder = answer.document.workload?.[name] ?? $(name).placeholder;
+  slide();
 }
 
 function draw() {

@@ -16,8 +16,8 @@ export function headline(answer, { quick }) {
     : fits ? [h("span", { class: "verdict" }, best.runnable ? "Use " : "Plan "), h("b", {}, best.strategy), " on ", where, ": ",
         number(answer, `${path}.memory_bytes.device`), " of ", number(answer, "cluster.device_memory_bytes"), " on each, ",
         best.step_time_s === null ? "in unknown time" : [number(answer, `${path}.step_time_s`), " a step"], "."]
-      : quick || found.candidates.length === 1 ? [h("b", {}, best.strategy), " does not fit on ", where, ": it needs ", number(answer, `${path}.memory_bytes.device`), " of ", number(answer, "cluster.device_memory_bytes"), "."]
-        : ["Nothing fits on ", where, ". The nearest, ", h("b", {}, nearest(found).strategy), ", needs ", number(answer, `candidates.${found.candidates.indexOf(nearest(found))}.memory_bytes.device`), " of ", number(answer, "cluster.device_memory_bytes"), "."];
+      : quick || found.candidates.length === 1 ? [h("b", {}, best.strategy), " does not fit on ", where, ": it needs ", number(answer, `${path}.memory_bytes.device`), ", ", number(answer, "cluster.usable_bytes"), " usable."]
+        : ["Nothing fits on ", where, ". The nearest, ", h("b", {}, nearest(found).strategy), ", needs ", number(answer, `candidates.${found.candidates.indexOf(nearest(found))}.memory_bytes.device`), ", ", number(answer, "cluster.usable_bytes"), " usable."];
   return h("section", { class: `card hero ${fits ? "good" : "bad"}` },
     h("h2", {}, title),
     !quick && answer.sentences.length ? h("p", {}, answer.sentences.join(" ")) : null,
@@ -87,7 +87,7 @@ function row(answer, candidate, i, { most, open, pin, pinned }) {
   const details = h("details", { class: `strategy ${best ? "best" : ""} ${candidate.fits === false ? "no" : ""}`, "data-strategy": candidate.strategy, open: open.has(candidate.strategy) },
     h("summary", {},
       h("span", { class: "mark", title: means }, h("span", { "aria-hidden": "true" }, mark), h("span", { class: "hidden" }, means)),
-      h("span", { class: "name" }, candidate.strategy),
+      h("span", { class: "name" }, ...candidate.strategy.split("+").flatMap((part, i) => (i ? [h("wbr"), `+${part}`] : [part]))),
       memoryBar(candidate, answer.document.cluster, most),
       h("span", { class: "gib" }, number(answer, `${path}.memory_bytes.device`)),
       h("span", { class: "time" }, number(answer, `${path}.step_time_s`)),
