@@ -398,6 +398,16 @@ def local_rank_told(local_rank: int) -> Iterator[None]:
         del os.environ["LOCAL_RANK"]
 
 
+def look_like_torchelastic() -> None:
+    """Set what torchrun sets beside the rank, for a library that asks whether it started these ranks; to the end.
+
+    The process group exists already, so that nobody connects to the address.
+    """
+    usual = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)
+
+
 def visible_devices() -> list[str] | None:
     """Return CUDA_VISIBLE_DEVICES as a list; ``None`` when it is not set (every device).
 

@@ -18,6 +18,13 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file of sha
 Calibration = Annotated[
     Path | None, typer.Option("--calibration", help="Link calibration file from bench comm.", show_default=False)
 ]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        help="Compare ddp, zero1 and fsdp with these: hand, accelerate, fabric, deepspeed; comma-separated.",
+        show_default=False,
+    ),
+]
 SamplesFolder = Annotated[Path, typer.Option("--output", help="Folder for raw samples and the plot.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks on this machine.", min=1)]
 Json = Annotated[

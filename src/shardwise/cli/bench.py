@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.arguments import ConfigPath, Json, Nproc, Overrides, SamplesFolder
+from shardwise.cli.arguments import Against, ConfigPath, Json, Nproc, Overrides, SamplesFolder
 from shardwise.cli.train import chosen, threads
 from shardwise.environment import rendezvous
 from shardwise.errors import UserError
@@ -40,13 +40,7 @@ def run_bench_step(
     ] = None,
     nproc: Nproc = None,
     bubble: Annotated[bool, typer.Option(help="Also measure the pipeline bubble of each schedule.")] = True,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare ddp, zero1 and fsdp with these: hand, accelerate, fabric, deepspeed; comma-separated.",
-            show_default=False,
-        ),
-    ] = None,
+    against: Against = None,
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
@@ -61,7 +55,7 @@ def run_bench_step(
         bench_against(config_file, chosen(overrides, nproc=nproc), against, strategies, steps, output, as_json=as_json)
         return
     from shardwise.bench.step.bubble import BubbleSamples
-    from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples
+    from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples, check_comparable
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
     from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
@@ -95,26 +89,6 @@ def run_bench_step(
     keep(raw, samples, bubbles, output, console)
     if as_json:
         print(json.dumps({"schema": 1, **raw}))
-
-
-def check_comparable(config: Config) -> None:
-    """Refuse what the loops of others are not written for.
-
-    Raises:
-        UserError: says what to leave out.
-    """
-    parallel = config.parallel
-    if parallel.precision not in ("auto", "fp32") or parallel.recompute != "none" or parallel.compile:
-        raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
-    if "lora" in config.parallel.strategy:
-        raise UserError(
-            f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
-            f"+lora and +qlora ({config.parallel.strategy} is given)"
-        )
-    if config.train.loss_chunks > 1 or config.optimizer.in_backward:
-        raise UserError(
-            "bench step has no hand-written loop with train.loss_chunks or optimizer.in_backward; leave them out"
-        )
 
 
 def run_bench_choice(

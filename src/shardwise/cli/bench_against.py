@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.bench.step.against import OURS, AgainstTask, Contender, plans_against
+from shardwise.bench.step.against import OURS, AgainstTask, StepContender, plans_against
 from shardwise.bench.step.peers import read_peers
-from shardwise.cli.bench import check_comparable
+from shardwise.bench.step.step_bench import check_comparable
 from shardwise.cli.train import threads
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.run.job import Job, prepare_job
@@ -52,7 +53,7 @@ def bench_against(
         names = ", ".join(plan.strategy for plan in task.plans)
         console.print(f"timing {steps} steps of shardwise, {', '.join(peers)} under {names}, turn by turn")
         raw = _on_ranks(task, job)
-        rows = [Contender(**row) for row in raw["rows"]]
+        rows = [StepContender(**row) for row in raw["rows"]]
         console.print("measuring memory and traffic, each in processes of its own")
         rows = [row.model_copy(update=found) for row, found in zip(rows, _alone(task, job, rows), strict=True)]
     raw = {**raw, "rows": [row.model_dump() for row in rows], "median_ratio": medians(rows)}
@@ -75,7 +76,7 @@ def _on_ranks(task: AgainstTask, job: Job) -> dict[str, Any]:
     return raw
 
 
-def _alone(task: AgainstTask, job: Job, rows: list[Contender]) -> Iterator[dict[str, Any]]:
+def _alone(task: AgainstTask, job: Job, rows: list[StepContender]) -> Iterator[dict[str, Any]]:
     """Yield memory and traffic of each row; nothing for one that does not run."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name in dict.fromkeys(row.name for row in rows if row.step_s):
@@ -88,14 +89,14 @@ def _alone(task: AgainstTask, job: Job, rows: list[Contender]) -> Iterator[dict[
         yield found.get((row.name, row.strategy), {})
 
 
-def _of_strategy(rows: list[Contender]) -> Iterator[tuple[Contender, Contender]]:
+def _of_strategy(rows: list[StepContender]) -> Iterator[tuple[StepContender, StepContender]]:
     """Yield each row with Shardwise's of the same strategy."""
     ours = {row.strategy: row for row in rows if row.name == OURS}
     for row in rows:
         yield row, ours[row.strategy]
 
 
-def medians(rows: list[Contender]) -> dict[str, dict[str, float]]:
+def medians(rows: list[StepContender]) -> dict[str, dict[str, float]]:
     """Median ratio of each peer's seconds to Shardwise's, by strategy and peer; void rows are left out."""
     found: dict[str, dict[str, float]] = {}
     for row, ours in _of_strategy(rows):
@@ -104,11 +105,11 @@ def medians(rows: list[Contender]) -> dict[str, dict[str, float]]:
     return found
 
 
-def tables_of(rows: list[Contender]) -> Iterator[Table]:
+def tables_of(rows: list[StepContender]) -> Iterator[Table]:
     """Build a table for each strategy: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
     for strategy in dict.fromkeys(row.strategy for row in rows):
         title = f"{strategy}: ratio of step times; above 1.00 Shardwise is faster"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("", "step", "ratio", "quartiles", "CPU", "memory", "sent"):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
         for row, ours in _of_strategy([row for row in rows if row.strategy == strategy]):
@@ -116,7 +117,7 @@ def tables_of(rows: list[Contender]) -> Iterator[Table]:
         yield table
 
 
-def _cells(row: Contender, ours: Contender) -> Iterator[str]:
+def _cells(row: StepContender, ours: StepContender) -> Iterator[str]:
     yield f"{row.name} {row.version}".strip() if row.name != "hand" else row.name
     if not row.step_s:
         yield "not run"
@@ -126,7 +127,7 @@ def _cells(row: Contender, ours: Contender) -> Iterator[str]:
     shown = row is not ours and not row.void
     yield seconds_text(statistics.median(row.step_s))
     yield f"{middle:.3f}" if shown else "void" if row.void else ""
-    yield f"{low:.3f} to {high:.3f}" if shown else ""
+    yield f"{low:.2f} to {high:.2f}" if shown else ""
     yield seconds_text(statistics.median(row.cpu_s))
     yield "unknown" if row.peak_bytes is None else bytes_text(row.peak_bytes)
     yield "unknown" if row.sent_bytes is None else bytes_text(row.sent_bytes)

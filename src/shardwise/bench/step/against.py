@@ -46,7 +46,7 @@ class AgainstTask(BaseModel):
     alone: str | None = None
 
 
-class Contender(BaseModel):
+class StepContender(BaseModel):
     """What was measured of a contender under one strategy.
 
     Seconds of each turn on rank 0, the whole loss of the first steps, the peak of memory beside what was there before
@@ -65,7 +65,7 @@ class Contender(BaseModel):
     sent_bytes: int | None = None
     void: str = ""
 
-    def ratios(self, ours: Contender) -> list[float]:
+    def ratios(self, ours: StepContender) -> list[float]:
         """Return its seconds over Shardwise's in each turn, sorted; above 1.00 Shardwise is faster."""
         return sorted(mine / other for mine, other in zip(self.step_s, ours.step_s, strict=True))
 
@@ -135,7 +135,7 @@ def _in_turns(
     batches: Iterator[list[Batch]],
     ranks: Ranks,
     steps: int,
-) -> list[Contender]:
+) -> list[StepContender]:
     """Time ``steps`` turns of all contenders, in another order each; all ranks meet before a step."""
     sample = next(batches)[0][0]
     here = [name for name in peers if plan.parsed.base in PEERS[name].strategies]
@@ -160,7 +160,7 @@ def _in_turns(
                 losses[name].append(loss if name == OURS else _mean(loss, ranks))
     rows = []
     for name in (OURS, *peers):
-        row = Contender(
+        row = StepContender(
             name=name,
             version="" if name == OURS else version_of(name),
             strategy=plan.strategy,

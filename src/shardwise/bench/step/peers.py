@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from shardwise.bench.step.step_bench import PEER_LOOP, Batch, MakeOptimizer, TrainStep
 from shardwise.distributed.process_group import Ranks
-from shardwise.environment import local_rank_told
+from shardwise.environment import local_rank_told, look_like_torchelastic
 from shardwise.errors import UserError, did_you_mean
 from shardwise.import_object import optional_object
 from shardwise.model.read import find_blocks
@@ -89,15 +88,12 @@ def build_fabric(
             fully_shard(module.get_submodule(name), mesh=mesh["data_parallel"])
         return fully_shard(module, mesh=mesh["data_parallel"])
 
-    # the ranks run already; these are what torchrun tells, and nobody connects to the port
-    os.environ |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    look_like_torchelastic()
     sharded = plan.parsed.base == "fsdp"
     strategy: Any = ModelParallelStrategy(shard, data_parallel_size=plan.dims.dp, tensor_parallel_size=1)
     fabric = Fabric(
         accelerator=ranks.device.type,
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)),
+        devices=ranks.local_world_size,
         strategy=strategy if sharded else "ddp",
         plugins=[TorchElasticEnvironment()],
     )

@@ -90,6 +90,26 @@ def plan_for(plan: Plan, strategy: str, world_size: int) -> Plan:
     return plan.model_copy(update={**changes, "recompute": "none", "pipeline_schedule": "1f1b", "virtual_stages": 1})
 
 
+def check_comparable(config: Config) -> None:
+    """Refuse what the loops of others are not written for.
+
+    Raises:
+        UserError: says what to leave out.
+    """
+    parallel = config.parallel
+    if parallel.precision not in ("auto", "fp32") or parallel.recompute != "none" or parallel.compile:
+        raise UserError("bench step compares fp32 loops without recompute and compile; leave them at their defaults")
+    if "lora" in config.parallel.strategy:
+        raise UserError(
+            f"bench step has no hand-written loop with adapters; set parallel.strategy to one without "
+            f"+lora and +qlora ({config.parallel.strategy} is given)"
+        )
+    if config.train.loss_chunks > 1 or config.optimizer.in_backward:
+        raise UserError(
+            "bench step has no hand-written loop with train.loss_chunks or optimizer.in_backward; leave them out"
+        )
+
+
 def bench_step(
     config: Config,
     plan: Plan,
