@@ -109,7 +109,7 @@ def tables_of(rows: list[StepContender]) -> Iterator[Table]:
     """Build a table for each strategy: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
     for strategy in dict.fromkeys(row.strategy for row in rows):
         title = f"{strategy}: ratio of step times; above 1.00 Shardwise is faster"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in ("", "step", "ratio", "quartiles", "CPU", "memory", "sent"):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
         for row, ours in _of_strategy([row for row in rows if row.strategy == strategy]):

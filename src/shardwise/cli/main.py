@@ -225,7 +225,8 @@ _verb(
 _verb(
     "bench step",
     "bench:run_bench_step",
-    "Benchmark step time against hand-written loops, in alternation, and measure the pipeline bubble.\n\n"
+    "Benchmark step time against hand-written loops or other trainers, in alternation, and measure the pipeline "
+    "bubble.\n\n"
     "Example: shardwise bench step examples/stdlib.toml --strategy ddp+tp2 --steps 40",
 )
 _verb(
