@@ -137,11 +137,11 @@ def run_script(script: str, port: int, later: int) -> None:
 def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: list[Case], tmp_path: Path) -> None:
     found = [ejected(tmp_path, case, ranks) for case in cases]
     for script, _ in found:
-        run_world(run_script, ranks, str(script), *free_ports(2))
+        run_world(run_script, ranks, str(script), *free_ports(2), timeout_s=240.0)
     resumed = [script for (name, _, _), (script, _) in zip(cases, found, strict=True) if name in ("ddp2", "fsdp2")]
     for script in resumed:  # as if killed after its checkpoint of step 30
         shutil.rmtree(script.parent / "run-pytorch" / "step-00000050")
-        run_world(run_script, ranks, str(script), *free_ports(2))
+        run_world(run_script, ranks, str(script), *free_ports(2), timeout_s=240.0)
         rows = losses(script.parent / "run-pytorch")
         assert rows[50:] == rows[30:50]
         log = script.parent / "run-pytorch" / "metrics.jsonl"
