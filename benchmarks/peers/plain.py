@@ -7,7 +7,6 @@ theirs: `plain_tensor` and `plain_pipeline` hold what is special about them.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,12 +71,8 @@ def plain_fsdp(model: nn.Module, device: torch.device, world_size: int) -> nn.Mo
 
 
 def plain_zero1(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer``, of one group, with its state sharded over the ranks, as PyTorch's recipe has it."""
-    (group,) = optimizer.param_groups
-    known = {
-        key: value for key, value in optimizer.defaults.items() if key in inspect.signature(type(optimizer)).parameters
-    }
-    return ZeroRedundancyOptimizer(group["params"], optimizer_class=type(optimizer), **known)
+    """``optimizer`` with its state sharded over the ranks, as PyTorch's recipe has it; its groups say how to step."""
+    return ZeroRedundancyOptimizer(optimizer.param_groups, optimizer_class=type(optimizer))
 
 
 def data_parallel(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, plan: Plan) -> None:

@@ -25,6 +25,14 @@ Against = Annotated[
         show_default=False,
     ),
 ]
+Bubble = Annotated[
+    bool | None,
+    typer.Option(
+        "--bubble/--no-bubble",
+        help="Also measure the pipeline bubble of each schedule; by default yes, but not with --against.",
+        show_default=False,
+    ),
+]
 SamplesFolder = Annotated[Path, typer.Option("--output", help="Folder for raw samples and the plot.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks on this machine.", min=1)]
 Json = Annotated[

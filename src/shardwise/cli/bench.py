@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.arguments import Against, ConfigPath, Json, Nproc, Overrides, SamplesFolder
+from shardwise.cli.arguments import Against, Bubble, ConfigPath, Json, Nproc, Overrides, SamplesFolder
 from shardwise.cli.train import chosen, threads
 from shardwise.environment import rendezvous
 from shardwise.errors import UserError
@@ -39,7 +39,7 @@ def run_bench_step(
         ),
     ] = None,
     nproc: Nproc = None,
-    bubble: Annotated[bool, typer.Option(help="Also measure the pipeline bubble of each schedule.")] = True,
+    bubble: Bubble = None,
     against: Against = None,
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
@@ -50,6 +50,8 @@ def run_bench_step(
         UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
     if against is not None:
+        if bubble:
+            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
         from shardwise.cli.bench_against import bench_against
 
         bench_against(config_file, chosen(overrides, nproc=nproc), against, strategies, steps, output, as_json=as_json)
@@ -76,7 +78,7 @@ def run_bench_step(
         plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
         job = prepared.job
-        task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble)
+        task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble is not False)
         world = job.plan.dims.world_size
         raw = on_ranks(
             "shardwise.bench.step.step_ranks:time_steps", task, world, device=job.plan.device, threads=threads(job)

@@ -52,12 +52,12 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
     else:
         import yaml
 
-        class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        class UntaggedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
             """Values with a tag of another program's are ``None``."""
 
-        Loader.add_constructor(None, lambda loader, node: None)
+        UntaggedLoader.add_constructor(None, lambda loader, node: None)
         try:
-            documents = list(yaml.load_all(text, Loader))
+            documents = list(yaml.load_all(text, UntaggedLoader))
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from None
         found = documents[0] if len(documents) == 1 else None

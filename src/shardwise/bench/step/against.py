@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,16 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from shardwise.bench.step.peers import PEERS, STRATEGIES, version_of
-from shardwise.bench.step.step_bench import Batch, TrainStep, plan_for, shardwise_loop
+from shardwise.bench.step.step_bench import Batch, TrainStep, plan_for, seeded_model, shardwise_loop
 from shardwise.bench.step.step_ranks import facts, windows
-from shardwise.distributed.process_group import Ranks
+from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.errors import UserError
 from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.measure.comm_facts import Collective as Kind
+from shardwise.measure.comm_facts import bus_factor
 from shardwise.plan.plan import Plan
 from shardwise.run.job import Job
-from shardwise.train.config import Config
+from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.data.corpus import open_corpus
 from shardwise.train.model import model_factory
 from shardwise.train.optimizer import build_optimizer
@@ -31,8 +33,6 @@ CHECKED = 20
 LIMIT = 1e-5
 """Largest relative difference of a loss from Shardwise's."""
 ALONE = 4
-SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
-"""Bytes that a rank sends, per byte of the full tensor and times (n - 1) / n: ring algorithms (as nccl-tests count)."""
 
 
 class AgainstTask(BaseModel):
@@ -74,7 +74,7 @@ def plans_against(job: Job, strategies: list[str] | None) -> tuple[Plan, ...]:
     """Build the plan of each compared strategy, with the job's micro batch where it divides a rank's share.
 
     Raises:
-        UserError: there are too few ranks, or no peer has a strategy.
+        UserError: there are too few ranks, no peer has a strategy, or the optimizer cannot run under one.
     """
     world = job.plan.dims.world_size
     if world < 2:
@@ -93,7 +93,10 @@ def plans_against(job: Job, strategies: list[str] | None) -> tuple[Plan, ...]:
         share, micro = plan.micro_batch or 1, job.plan.micro_batch or 1
         if share % micro == 0:
             plan = plan.model_copy(update={"micro_batch": micro, "grad_accum": share // micro})
+        problems += optimizer_problems(job.config.optimizer, plan.parsed)
         found.append(plan)
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
     return tuple(found)
 
 
@@ -116,8 +119,7 @@ def _step_of(
     name: str, config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks, sample: Any
 ) -> TrainStep:
     """Build a contender's step around a model with the seed's weights. Collective."""
-    torch.manual_seed(config.train.seed)
-    model, clip = factory(), config.optimizer.clip_norm
+    model, clip = seeded_model(factory, config.train.seed), config.optimizer.clip_norm
 
     def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return build_optimizer(parameters, config.optimizer)
@@ -147,6 +149,7 @@ def _in_turns(
     for turn in range(CHECKED + steps):
         micros, first = next(batches), turn % len(names)
         for name in [*names[first:], *names[:first]][:: 1 if turn // len(names) % 2 else -1]:
+            torch.manual_seed(config.train.seed + turn)  # the same dropout for each
             dist.barrier()
             begin, cpu = time.perf_counter(), time.process_time()
             loss = loops[name](micros)
@@ -202,23 +205,25 @@ def _alone(
     step = _step_of(name, config, plan, factory, ranks, micros[0][0])
     for _ in range(ALONE):
         step(next(batches))
-    peak = torch.tensor(_peak(ranks.device) - before, device=ranks.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    peak = None if before is None else max(gather_ints([_peak(ranks.device) - before], ranks))[0]
     recorder = CollectiveRecorder(lambda: "backward", lambda name, group: "")
     micros = next(batches)
     with recorder:
         step(micros)
-    share = (ranks.world_size - 1) / ranks.world_size
-    sent = sum(SENT.get(one.name, 1.0) * share * one.num_bytes for one in recorder.collectives)
-    return {"strategy": plan.strategy, "peak_bytes": int(peak), "sent_bytes": int(sent)}
+    # a broadcast is a ring's, too, which the calibration does not measure
+    sent = sum(bus_factor(cast("Kind", one.name), ranks.world_size) * one.num_bytes for one in recorder.collectives)
+    return {"strategy": plan.strategy, "peak_bytes": peak, "sent_bytes": int(sent)}
 
 
-def _reset_peak(device: torch.device) -> int:
-    """Forget the peak so far; returns the bytes in use."""
+def _reset_peak(device: torch.device) -> int | None:
+    """Forget the peak so far; returns the bytes in use, ``None`` where the system cannot forget it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # of Linux: the peak of the resident set begins anew
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # of Linux: the peak of the resident set begins anew
+    except OSError:
+        return None
     return _status("VmRSS")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from shardwise.environment import local_rank_told, look_like_torchelastic
 from shardwise.errors import UserError, did_you_mean
 from shardwise.import_object import optional_object
 from shardwise.model.read import find_blocks
+from shardwise.plan.deepspeed_stages import STAGES
 from shardwise.plan.plan import Plan
 
 Build = Callable[[nn.Module, Plan, Ranks, MakeOptimizer, float | None], TrainStep]
@@ -128,7 +130,7 @@ def build_deepspeed(
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.grad_accum,
         "gradient_clipping": clip_norm or 0.0,
-        "zero_optimization": {"stage": ZERO_STAGES[plan.parsed.base]},
+        "zero_optimization": {"stage": STAGES.get(plan.parsed.base, 0)},
         "zero_allow_untested_optimizer": True,
     }
     with local_rank_told(ranks.local_rank), contextlib.redirect_stdout(io.StringIO()):
@@ -148,7 +150,6 @@ def build_deepspeed(
     return step
 
 
-ZERO_STAGES = {"ddp": 0, "zero1": 1, "fsdp": 3}
 PEERS = {
     "hand": Peer("", ("ddp", "zero1", "fsdp"), "", build_hand),
     "accelerate": Peer("accelerate", ("ddp",), "its FSDP needs GPUs, and it has no zero1 of its own", build_accelerate),
@@ -186,16 +187,8 @@ def read_peers(words: str) -> tuple[str, ...]:
             )
         elif name == "hand" and optional_object(PEER_LOOP) is None:
             problems.append("--against 'hand': its loops are in benchmarks/ of Shardwise's repository; run from there")
-        elif PEERS[name].package and not _is_installed(PEERS[name].package):
+        elif PEERS[name].package and find_spec(PEERS[name].package) is None:
             problems.append(f"--against '{name}': it is not installed; pip install {PEERS[name].package}")
     if problems:
         raise UserError(*problems)
     return tuple(dict.fromkeys(names))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -129,9 +129,9 @@ def bench_step(
 
     sample = next(windows)[0][0]
     clip, seed = config.optimizer.clip_norm, config.train.seed
-    contenders = [shardwise_loop(_build(factory, seed), plan, ranks, make_optimizer, clip, sample)]
+    contenders = [shardwise_loop(seeded_model(factory, seed), plan, ranks, make_optimizer, clip, sample)]
     if (peer := optional_object(PEER_LOOP)) is not None:
-        contenders.append(peer(_build(factory, seed), plan, ranks, make_optimizer, clip))
+        contenders.append(peer(seeded_model(factory, seed), plan, ranks, make_optimizer, clip))
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(WARM_UP + steps):
         micros = next(windows)
@@ -147,7 +147,8 @@ def bench_step(
     return StepSamples(strategy=plan.strategy, batch=plan.batch_equation(), shardwise_s=ours, plain_s=plain)
 
 
-def _build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+def seeded_model(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build the model with the weights of a seed."""
     torch.manual_seed(seed)
     return factory()
 
