@@ -91,7 +91,11 @@ def main() -> None:
     given = options.parse_args()
     results = []
     for strategy in STRATEGIES:
-        results.append(run_world(trained, 2, strategy, given.healthy_s, given.limit_s)[0])
+        results.append(
+            run_world(
+                trained, 2, strategy, given.healthy_s, given.limit_s, timeout_s=given.healthy_s + given.limit_s + 60
+            )[0]
+        )
         print(results[-1], flush=True)
     document = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "results": results}
     (given.output / "lost_gradients.json").write_text(json.dumps(document, indent=1) + "\n")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.peers import PEERS, STRATEGIES, version_of
+from shardwise.bench.step.peers import PEERS, STRATEGIES, end, version_of
 from shardwise.bench.step.step_bench import Batch, TrainStep, plan_for, seeded_model, shardwise_loop
 from shardwise.bench.step.step_ranks import facts, windows
 from shardwise.distributed.process_group import Ranks, gather_ints
@@ -161,6 +161,8 @@ def _in_turns(
                 cpu_s[name].append(took[1])
             else:
                 losses[name].append(loss if name == OURS else _mean(loss, ranks))
+    for loop in loops.values():
+        end(loop)
     rows = []
     for name in (OURS, *peers):
         row = StepContender(
@@ -210,6 +212,7 @@ def _alone(
     micros = next(batches)
     with recorder:
         step(micros)
+    end(step)
     # a broadcast is a ring's, too, which the calibration does not measure
     sent = sum(bus_factor(cast("Kind", one.name), ranks.world_size) * one.num_bytes for one in recorder.collectives)
     return {"strategy": plan.strategy, "peak_bytes": peak, "sent_bytes": int(sent)}

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.bench.step.lightning_peer import TrainerStep, build_trainer, fully_shard_blocks
 from shardwise.bench.step.step_bench import PEER_LOOP, Batch, MakeOptimizer, TrainStep
 from shardwise.distributed.process_group import Ranks
 from shardwise.environment import local_rank_told, look_like_torchelastic
 from shardwise.errors import UserError, did_you_mean
 from shardwise.import_object import optional_object
-from shardwise.model.read import find_blocks
 from shardwise.plan.deepspeed_stages import STAGES
 from shardwise.plan.plan import Plan
 
@@ -52,11 +52,16 @@ def build_accelerate(
         GradientState,
         PartialState,
     )
+    from accelerate.utils import DistributedDataParallelKwargs  # type: ignore[import-untyped]
 
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState._shared_state.clear()  # they are kept for the life of a process, with the steps to accumulate
-    accelerator = Accelerator(cpu=ranks.device.type == "cpu", gradient_accumulation_steps=plan.grad_accum)
+    accelerator = Accelerator(
+        cpu=ranks.device.type == "cpu",
+        gradient_accumulation_steps=plan.grad_accum,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
     own = make_optimizer(list(model.parameters()))
     prepared, optimizer = accelerator.prepare(model, own)
 
@@ -82,13 +87,10 @@ def build_fabric(
     """Build Fabric's loop: ``no_backward_sync`` until the last micro batch; FSDP2 by ``ModelParallelStrategy``."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
-    from lightning.fabric.strategies import ModelParallelStrategy
-    from torch.distributed.fsdp import fully_shard
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
     def shard(module: Any, mesh: Any) -> Any:
-        for name in find_blocks(module):
-            fully_shard(module.get_submodule(name), mesh=mesh["data_parallel"])
-        return fully_shard(module, mesh=mesh["data_parallel"])
+        return fully_shard_blocks(module, mesh["data_parallel"])
 
     look_like_torchelastic()
     sharded = plan.parsed.base == "fsdp"
@@ -96,7 +98,7 @@ def build_fabric(
     fabric = Fabric(
         accelerator=ranks.device.type,
         devices=ranks.local_world_size,
-        strategy=strategy if sharded else "ddp",
+        strategy=strategy if sharded else DDPStrategy(gradient_as_bucket_view=True),
         plugins=[TorchElasticEnvironment()],
     )
     fabric.launch()
@@ -150,10 +152,24 @@ def build_deepspeed(
     return step
 
 
+def build_lightning(
+    model: nn.Module, plan: Plan, ranks: Ranks, make_optimizer: MakeOptimizer, clip_norm: float | None
+) -> TrainStep:
+    """Build Lightning's Trainer around the same loss. Collective."""
+    return build_trainer(model, plan, ranks, make_optimizer, clip_norm, mean_loss)
+
+
+def end(step: TrainStep) -> None:
+    """End what runs beside a step, if anything does. Collective."""
+    if isinstance(step, TrainerStep):
+        step.close()
+
+
 PEERS = {
     "hand": Peer("", ("ddp", "zero1", "fsdp"), "", build_hand),
     "accelerate": Peer("accelerate", ("ddp",), "its FSDP needs GPUs, and it has no zero1 of its own", build_accelerate),
     "fabric": Peer("lightning", ("ddp", "fsdp"), "it has no zero1 but DeepSpeed's", build_fabric),
+    "lightning": Peer("lightning", ("ddp", "fsdp"), "it has no zero1 but DeepSpeed's", build_lightning),
     "deepspeed": Peer("deepspeed", ("ddp", "zero1", "fsdp"), "", build_deepspeed),
 }
 STRATEGIES = ("ddp", "zero1", "fsdp")
