@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.receipts.lost_gradients import LostGradients
+from shardwise.receipts.lost_gradients import CHECKS, LostGradients
 from shardwise.run.start import start
 from tests.worlds import run_world
 
@@ -58,7 +58,7 @@ def trained(strategy: str, healthy_s: float, limit_s: float) -> dict[str, Any]:
         step.run(model, lambda out, labels: (out - labels).square().sum())
         step.update(optimizer)
         now = time.perf_counter() - begun
-        flags = torch.tensor([float(now > healthy_s), float(bool(said) or now > limit_s)])
+        flags = torch.tensor([float(now > healthy_s and watch.checks > CHECKS), float(bool(said) or now > limit_s)])
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         if flags[0] and not detached_at:
             detached_at, detached_s, alarms = number + 1, now, len(said)
@@ -87,7 +87,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--output", type=Path, default=Path("benchmarks/watch"))
     options.add_argument("--healthy-s", type=float, default=40.0)
-    options.add_argument("--limit-s", type=float, default=150.0)
+    options.add_argument("--limit-s", type=float, default=200.0)
     given = options.parse_args()
     results = []
     for strategy in STRATEGIES:

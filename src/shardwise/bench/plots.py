@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,10 @@ def draw_steps(document: dict[str, Any], file: Path) -> bool:
         figure = Figure(figsize=(5.6 * number, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         ratios, *rest = figure.subplots(1, number, squeeze=False)[0]
-        _ratios(ratios, [item for item in document["samples"] if item["plain_s"]])
+        timed = [item for item in document["samples"] if item["plain_s"]]
+        _ratios(ratios, {item["strategy"]: _each(item["plain_s"], item["shardwise_s"]) for item in timed})
+        ratios.axvline(AIM, color="0.3", lw=1, ls=":")
+        ratios.set_title(f"plain step time ÷ Shardwise's; dotted: the aim, {AIM}", fontsize=9)
         for axis, strategy in zip(rest, strategies, strict=True):
             _bubbles(axis, strategy, [item for item in document["bubble"] if item["strategy"] == strategy])
         ranks = f"{document['ranks']} ranks of {document['threads_per_rank']} thread(s)"
@@ -291,21 +295,50 @@ def draw_steps(document: dict[str, Any], file: Path) -> bool:
     return True
 
 
-def _ratios(axis: Any, samples: list[dict[str, Any]]) -> None:
+def draw_against(document: dict[str, Any], file: Path) -> bool:
+    """Draw the document of ``bench step --against`` into a PNG file; False without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    ours = {row["strategy"]: row for row in document["rows"] if row["name"] == "shardwise"}
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(4.2 * len(ours), 3.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        for axis, (strategy, own) in zip(figure.subplots(1, len(ours), squeeze=False)[0], ours.items(), strict=True):
+            peers = [row for row in document["rows"] if row["strategy"] == strategy and row is not own]
+            rows = {
+                f"{row['name']}\n{row['version']}": _each(row["step_s"], own["step_s"])
+                for row in peers
+                if row["step_s"] and not row["void"]
+            }
+            _ratios(axis, rows)
+            axis.set_title(f"{strategy}: step time ÷ Shardwise's", fontsize=9)
+        ranks = f"{document['ranks']} ranks of {document['threads_per_rank']} thread(s)"
+        facts = (document["model"], document["precision"], ranks, document["device"], document["date"])
+        figure.suptitle(", ".join(facts), fontsize=9)
+        figure.savefig(file, dpi=DPI, metadata={"Software": None})
+    return True
+
+
+def _each(others: list[float], ours: list[float]) -> list[float]:
+    """Ratio of each turn."""
+    return [other / own for other, own in zip(others, ours, strict=True)]
+
+
+def _ratios(axis: Any, rows: dict[str, list[float]]) -> None:
     """Draw each turn's ratio as a dot, the quartiles as a bar, the median as text."""
-    names = [item["strategy"] for item in samples][::-1]
-    for position, item in enumerate(samples[::-1]):
-        ratios = [plain / ours for plain, ours in zip(item["plain_s"], item["shardwise_s"], strict=True)]
+    for position, ratios in enumerate(reversed(rows.values())):
         low, median, high = _quartiles(ratios)
         axis.plot(ratios, [position] * len(ratios), ".", color="0.7", ms=3)
         axis.plot([low, high], [position, position], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
         axis.plot([median], [position], "|", color="black", ms=12)
         axis.annotate(f"{median:.3f}", (median, position), (0, 9), textcoords="offset points", ha="center")
     axis.axvline(1.0, color="0.3", lw=1)
-    axis.axvline(AIM, color="0.3", lw=1, ls=":")
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(-0.6, len(names) - 0.3)
-    axis.set_title(f"plain step time ÷ Shardwise's; dotted: the aim, {AIM}", fontsize=9)
+    axis.set_yticks(range(len(rows)), reversed(rows))
+    axis.set_ylim(-0.6, len(rows) - 0.3)
 
 
 def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
@@ -330,7 +363,5 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Quartiles of the values, as in the table."""
-    ordered = sorted(values)
-    low, median, high = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.25, 0.5, 0.75))
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return low, median, high

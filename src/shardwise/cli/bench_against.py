@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.bench.plots import draw_against
 from shardwise.bench.step.against import OURS, AgainstTask, StepContender, plans_against
 from shardwise.bench.step.peers import read_peers
 from shardwise.bench.step.step_bench import check_comparable
@@ -66,6 +67,10 @@ def bench_against(
     file = output / f"step_against_{raw['device'].replace(' ', '-').lower()}_{raw['ranks']}-ranks_{raw['date']}.json"
     file.write_text(json.dumps(raw, indent=1) + "\n")
     console.print(f"raw samples: {file}")
+    if draw_against(raw, file.with_suffix(".png")):
+        console.print(f"plot: {file.with_suffix('.png')}")
+    else:
+        console.print("no plot: matplotlib is not installed (pip install 'shardwise[plots]')", markup=False)
     if as_json:
         print(json.dumps({"schema": 1, **raw}))
 
@@ -109,7 +114,7 @@ def tables_of(rows: list[StepContender]) -> Iterator[Table]:
     """Build a table for each strategy: time, ratio with quartiles, CPU time, memory and traffic of each contender."""
     for strategy in dict.fromkeys(row.strategy for row in rows):
         title = f"{strategy}: ratio of step times; above 1.00 Shardwise is faster"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
         for column in ("", "step", "ratio", "quartiles", "CPU", "memory", "sent"):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
         for row, ours in _of_strategy([row for row in rows if row.strategy == strategy]):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.peers import PEERS, STRATEGIES, end, version_of
+from shardwise.bench.step.peers import PEERS, STRATEGIES, end, recorded, version_of
 from shardwise.bench.step.step_bench import Batch, TrainStep, plan_for, seeded_model, shardwise_loop
 from shardwise.bench.step.step_ranks import facts, windows
 from shardwise.distributed.process_group import Ranks, gather_ints
@@ -209,9 +209,7 @@ def _alone(
         step(next(batches))
     peak = None if before is None else max(gather_ints([_peak(ranks.device) - before], ranks))[0]
     recorder = CollectiveRecorder(lambda: "backward", lambda name, group: "")
-    micros = next(batches)
-    with recorder:
-        step(micros)
+    recorded(step, next(batches), recorder)
     end(step)
     # a broadcast is a ring's, too, which the calibration does not measure
     sent = sum(bus_factor(cast("Kind", one.name), ranks.world_size) * one.num_bytes for one in recorder.collectives)

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class TrainerStep:
         self._micros: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._losses: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
         self.loss = torch.zeros(())
+        self.within: AbstractContextManager[Any] = nullcontext()  # around each micro batch, in the Trainer's thread
         self._stop, threads = stop, torch.get_num_threads()
 
         def train() -> None:
@@ -45,7 +47,8 @@ class TrainerStep:
 
     def __iter__(self) -> Iterator[Batch]:
         while (batch := self._micros.get()) is not None:
-            yield batch
+            with self.within:
+                yield batch
             self._losses.put(self.loss)  # the Trainer asks for the next: it is through with this one
 
     def __call__(self, micros: Sequence[Batch]) -> float:

@@ -159,6 +159,17 @@ def build_lightning(
     return build_trainer(model, plan, ranks, make_optimizer, clip_norm, mean_loss)
 
 
+def recorded(step: TrainStep, micros: Sequence[Batch], mode: contextlib.AbstractContextManager[Any]) -> None:
+    """Take a step inside ``mode``, in the thread that trains. Collective."""
+    if isinstance(step, TrainerStep):
+        step.within = mode
+        step(micros)
+        step.within = contextlib.nullcontext()
+        return
+    with mode:
+        step(micros)
+
+
 def end(step: TrainStep) -> None:
     """End what runs beside a step, if anything does. Collective."""
     if isinstance(step, TrainerStep):
