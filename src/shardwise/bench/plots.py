@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
+from shardwise.bench.quartiles import Quartiles
 from shardwise.bench.scaling.scaling_report import PART_NAMES
 
 DPI = 110
@@ -331,11 +331,11 @@ def _each(others: list[float], ours: list[float]) -> list[float]:
 def _ratios(axis: Any, rows: dict[str, list[float]]) -> None:
     """Draw each turn's ratio as a dot, the quartiles as a bar, the median as text."""
     for position, ratios in enumerate(reversed(rows.values())):
-        low, median, high = _quartiles(ratios)
+        of = Quartiles.of(ratios)
         axis.plot(ratios, [position] * len(ratios), ".", color="0.7", ms=3)
-        axis.plot([low, high], [position, position], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
-        axis.plot([median], [position], "|", color="black", ms=12)
-        axis.annotate(f"{median:.3f}", (median, position), (0, 9), textcoords="offset points", ha="center")
+        axis.plot([of.low, of.high], [position, position], color="tab:blue", lw=5, alpha=0.6, solid_capstyle="butt")
+        axis.plot([of.median], [position], "|", color="black", ms=12)
+        axis.annotate(f"{of.median:.3f}", (of.median, position), (0, 9), textcoords="offset points", ha="center")
     axis.axvline(1.0, color="0.3", lw=1)
     axis.set_yticks(range(len(rows)), reversed(rows))
     axis.set_ylim(-0.6, len(rows) - 0.3)
@@ -346,11 +346,11 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
     for schedule in dict.fromkeys(item["schedule"] for item in items):
         rows = sorted((i for i in items if i["schedule"] == schedule), key=lambda i: int(i["micro_batches"]))
         micros = [row["micro_batches"] for row in rows]
-        quartiles = [_quartiles(row["shares"]) for row in rows]
+        quartiles = [Quartiles.of(row["shares"]) for row in rows]
         formula = [(row["stages"] - 1) / (row["virtual"] * row["micro_batches"] + row["stages"] - 1) for row in rows]
         colour = SCHEDULE_COLOURS.get(schedule, "0.4")
-        medians = [median for _, median, _ in quartiles]
-        spread = [[m - low for low, m, _ in quartiles], [high - m for _, m, high in quartiles]]
+        medians = [of.median for of in quartiles]
+        spread = [[of.median - of.low for of in quartiles], [of.high - of.median for of in quartiles]]
         axis.errorbar(micros, medians, yerr=spread, fmt="o", ms=4, color=colour, label=schedule, capsize=2)
         axis.plot(micros, formula, color=colour, lw=1, ls="--")
     axis.set_xscale("log", base=2)
@@ -360,8 +360,3 @@ def _bubbles(axis: Any, strategy: str, items: list[dict[str, Any]]) -> None:
     axis.set_xlabel("micro batches")
     axis.legend()
     axis.set_title(f"{strategy}: idle share of a step; dashed: (p - 1) / (v·m + p - 1)", fontsize=9)
-
-
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return low, median, high

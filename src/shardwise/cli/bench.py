@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,13 +118,13 @@ def ratio_table(samples: list[StepSamples]) -> Table:
     for column in ("strategy", "median", "quartiles", "plain median", "Shardwise median", "steps"):
         table.add_column(column, justify="right")
     for item in samples:
-        ours, plain = sorted(item.shardwise_s), sorted(item.plain_s)
+        ours, plain = item.shardwise_s, item.plain_s
         table.add_row(
             item.strategy,
-            f"{item.quantile(0.5):.3f}" if plain else "",
-            f"{item.quantile(0.25):.3f} to {item.quantile(0.75):.3f}" if plain else "",
-            f"{plain[len(plain) // 2] * 1e3:.1f} ms" if plain else "",
-            f"{ours[len(ours) // 2] * 1e3:.1f} ms",
+            f"{item.quartiles.median:.3f}" if plain else "",
+            str(item.quartiles) if plain else "",
+            f"{statistics.median(plain) * 1e3:.1f} ms" if plain else "",
+            f"{statistics.median(ours) * 1e3:.1f} ms",
             str(len(ours)),
         )
     return table
@@ -139,8 +140,8 @@ def bubble_table(bubbles: list[BubbleSamples]) -> Table:
             item.strategy,
             item.schedule,
             str(item.micro_batches),
-            f"{item.quantile(0.5):.3f}",
-            f"{item.quantile(0.25):.3f} to {item.quantile(0.75):.3f}",
+            f"{item.quartiles.median:.3f}",
+            str(item.quartiles),
             f"{item.formula:.3f}",
         )
     return table
@@ -153,9 +154,9 @@ def keep(
     from shardwise.bench.plots import draw_steps
 
     output.mkdir(parents=True, exist_ok=True)
-    raw["median_ratio"] = {item.strategy: item.quantile(0.5) for item in samples if item.plain_s}
+    raw["median_ratio"] = {item.strategy: item.quartiles.median for item in samples if item.plain_s}
     raw["median_bubble"] = [
-        {**item.model_dump(exclude={"shares"}), "measured": item.quantile(0.5), "formula": item.formula}
+        {**item.model_dump(exclude={"shares"}), "measured": item.quartiles.median, "formula": item.formula}
         for item in bubbles
     ]
     ranks = "" if raw["ranks"] == 2 else f"_{raw['ranks']}-ranks"

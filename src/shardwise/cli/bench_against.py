@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.bench.plots import draw_against
+from shardwise.bench.quartiles import Quartiles
 from shardwise.bench.step.against import OURS, AgainstTask, StepContender, plans_against
 from shardwise.bench.step.peers import read_peers
 from shardwise.bench.step.step_bench import check_comparable
@@ -127,12 +128,11 @@ def _cells(row: StepContender, ours: StepContender) -> Iterator[str]:
     if not row.step_s:
         yield "not run"
         return
-    ratios = row.ratios(ours)
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    ratios = Quartiles.of(row.ratios(ours))
     shown = row is not ours and not row.void
     yield seconds_text(statistics.median(row.step_s))
-    yield f"{middle:.3f}" if shown else "void" if row.void else ""
-    yield f"{low:.2f} to {high:.2f}" if shown else ""
+    yield f"{ratios.median:.3f}" if shown else "void" if row.void else ""
+    yield str(ratios) if shown else ""
     yield seconds_text(statistics.median(row.cpu_s))
     yield "unknown" if row.peak_bytes is None else bytes_text(row.peak_bytes)
     yield "unknown" if row.sent_bytes is None else bytes_text(row.sent_bytes)

@@ -31,6 +31,7 @@ from shardwise.bench.checkpoint.contenders import (
     Raw,
     live_digests,
 )
+from shardwise.bench.quartiles import Quartiles
 from shardwise.bench.step.step_bench import Batch
 from shardwise.checkpoint.storage.direct_io import is_on_disk
 from shardwise.checkpoint.storage.local_storage import remove_folder
@@ -72,22 +73,6 @@ class Turn(BaseModel):
     late_s: float
     steps_s: tuple[float, ...]
     load: float
-
-
-class Quartiles(BaseModel):
-    """Quartiles of the rounds."""
-
-    model_config = ConfigDict(frozen=True)
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        """Compute quartiles of at least one value."""
-        low, median, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
-        return cls(low=low, median=median, high=high)
 
 
 class ContenderRow(BaseModel):

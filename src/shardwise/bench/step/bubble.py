@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from shardwise.bench.quartiles import Quartiles
 from shardwise.bench.step.step_bench import Batch, session_loop
 from shardwise.cost.time.pipeline_time import bubble_fraction
 from shardwise.distributed.process_group import Ranks, gather_ints
@@ -44,10 +45,10 @@ class BubbleSamples(BaseModel):
         """Idle share of equal stages without transfers: (p - 1) / (v · m + p - 1)."""
         return bubble_fraction(self.stages, self.micro_batches, self.virtual)
 
-    def quantile(self, share: float) -> float:
-        """Return a quantile of the shares."""
-        ordered = sorted(self.shares)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    @property
+    def quartiles(self) -> Quartiles:
+        """Quartiles of the shares."""
+        return Quartiles.of(self.shares)
 
 
 def bench_bubble(

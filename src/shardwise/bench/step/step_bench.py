@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from shardwise.bench.quartiles import Quartiles
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import UserError
 from shardwise.import_object import optional_object
@@ -50,9 +51,10 @@ class StepSamples(BaseModel):
         """Ratios of plain to Shardwise, sorted; 1.00 is no overhead, more is faster than plain."""
         return sorted(plain / ours for plain, ours in zip(self.plain_s, self.shardwise_s, strict=True))
 
-    def quantile(self, share: float) -> float:
-        """Return a quantile of the ratios."""
-        return self.ratios[min(len(self.ratios) - 1, int(share * len(self.ratios)))]
+    @property
+    def quartiles(self) -> Quartiles:
+        """Quartiles of the ratios."""
+        return Quartiles.of(self.ratios)
 
 
 def strategies_for(world_size: int) -> tuple[str, ...]:
