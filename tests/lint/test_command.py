@@ -105,6 +105,7 @@ def test_explain(lint) -> None:
         (["broken.json"], "file 'broken.json' cannot be read"),
         (["broken.yaml"], "file 'broken.yaml' cannot be read"),
         (["latin.py"], "not text in UTF-8"),
+        (["a.py", "--select", "SW101", "--ignore", "SW1"], "--ignore SW1 leaves none of the chosen rules"),
         (["a.py", "--select", "SW30x"], "no rule has this id or begins with it (did you mean 'SW3"),
         (["--explain", "B1"], "--explain B1: no rule has this id or begins with it"),
         (["--explain", "SW302", "a.py"], "--explain reads no files"),

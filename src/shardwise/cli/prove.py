@@ -20,7 +20,7 @@ from shardwise.plan.optimizers import OPTIMIZERS, either, names_without
 from shardwise.plan.plan import Plan, type_words
 from shardwise.search.candidate import Candidate
 from shardwise.search.plan_request import is_config
-from shardwise.units import bytes_text, seconds_text
+from shardwise.units import bytes_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,7 +171,7 @@ def _print(found: tuple[DryRun, ...], candidate: Candidate, console: Console) ->
         )
     console.print(table)
     for total in found[0].collectives:
-        console.print(f"  {total.name}: {total.calls} calls, {bytes_text(total.num_bytes)} a step")
+        console.print(f"  {total.name}: {counted(total.calls, 'call')}, {bytes_text(total.num_bytes)} a step")
 
 
 def difference(measured: int, estimated: int | None) -> float | None:

@@ -47,6 +47,7 @@ def run_ui(
         raise UserError(*problems)
     from shardwise.web.server import LOOPBACK, Ui, listen, serve
 
+    missing_yet = "" if runs.exists() else ", which does not exist yet"
     ui = Ui(root=runs, site=site, calibration=calibration)
     listener = listen(port)
     url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/?token={ui.token}"
@@ -55,7 +56,7 @@ def run_ui(
         def started() -> None:
             if as_json:
                 print(json.dumps({"schema": 1, "url": url, "runs": str(runs)}), flush=True)
-            text = f"Runs of '{runs}': {url}\nPress Ctrl-C to stop."
+            text = f"Runs of '{runs}'{missing_yet}: {url}\nPress Ctrl-C to stop."
             print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
             if not no_browser:
                 page = Path(folder) / "open.html"  # a command line would show the token to every user

@@ -64,11 +64,14 @@ def chosen_rules(select: Sequence[str], ignore: Sequence[str] = (), option: str 
         for word in words
         if not any(one.id.startswith(word) for one in rules)
     ]
-    if problems:
-        raise UserError(*problems)
-    return tuple(
+    chosen = tuple(
         one for one in rules if one.id.startswith(tuple(select) or "SW") and not one.id.startswith(tuple(ignore) or "-")
     )
+    if not problems and not chosen:
+        problems.append(f"--ignore {','.join(ignore)} leaves none of the chosen rules; leave one of them out")
+    if problems:
+        raise UserError(*problems)
+    return chosen
 
 
 def lint_paths(paths: Sequence[Path], rules: Sequence[LintRule]) -> LintResult:

@@ -14,7 +14,7 @@ from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Step
-from shardwise.units import bytes_text
+from shardwise.units import bytes_text, counted
 
 _OWN_AXES = ("tp", "cp", "pp", "ep")
 
@@ -37,17 +37,19 @@ def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Itera
 
 
 def _line(name: str, expected: Traffic | None, calls: int, size: int) -> Line:
+    found = f"{counted(calls, 'call')}, {bytes_text(size)}"
     if expected is None:
-        return Line(name=f"{name} per step", planned="none", found=f"{calls} calls, {bytes_text(size)}", ok=False)
+        return Line(name=f"{name} per step", planned="none", found=found, ok=False)
     parts, ok = [], True
     if expected.calls is not None:
-        parts.append(f"{range_text(expected.calls, str)} calls")
-        ok = expected.calls[0] <= calls <= expected.calls[1]
+        least, most = expected.calls
+        parts.append(("" if least == most else f"{least:,} to ") + counted(most, "call"))
+        ok = least <= calls <= most
     if expected.num_bytes is not None:
         parts.append(range_text(expected.num_bytes, bytes_text))
         ok = ok and expected.num_bytes[0] <= size <= expected.num_bytes[1]
     planned = ", ".join(parts)
-    return Line(name=f"{name} per step", planned=planned, found=f"{calls} calls, {bytes_text(size)}", ok=ok)
+    return Line(name=f"{name} per step", planned=planned, found=found, ok=ok)
 
 
 def range_text(ends: tuple[int, int], text: Callable[[int], str]) -> str:
