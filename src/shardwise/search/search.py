@@ -26,7 +26,15 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.cost_inputs_of_plan import adapter_of
-from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
+from shardwise.search.enumerate import (
+    RECOMPUTES,
+    Layout,
+    Refusal,
+    complexity,
+    layouts,
+    option_problem,
+    with_options,
+)
 from shardwise.search.heuristics import min_bytes, rough_step_time_s
 from shardwise.units import bytes_text
 
@@ -115,6 +123,17 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
     Raises:
         PlanError: there is no layout.
     """
+    kept, refused = _kept_layouts(problem)
+    allowed, without = with_options(kept, problem.pins, lambda one: _first_plan(problem, one))
+    return allowed, [*refused, *without]
+
+
+def _first_plan(problem: SearchProblem, layout: Layout) -> Plan:
+    return plan_for(problem, layout, layout.micros[0], "none")
+
+
+def _kept_layouts(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
+    """Return the layouts of a request, with those that do not support the pinned options, and the rejected ones."""
     found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
     program = problem.workload.program
     others = {one.name: why for one in found if (why := program.refuses(one.strategy))}
@@ -127,8 +146,7 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
         only_planned = [f"{one.name} is planned, not run" for one in found]
         why = (only_planned or [refusal.reason for refusal in refused])[0]
         raise PlanError(f"no strategy that this version runs can be laid out: {why}")
-    allowed, without = with_options(kept, problem.pins, lambda one: plan_for(problem, one, one.micros[0], "none"))
-    return allowed, [*refused, *without]
+    return kept, refused
 
 
 def recomputes(problem: SearchProblem) -> tuple[Recompute, ...]:
@@ -466,15 +484,21 @@ def _eligible(problem: SearchProblem, candidate: Candidate) -> bool:
     return candidate.fits is not False
 
 
-def simplest_fit(problem: SearchProblem) -> Candidate | None:
+def simplest_fit(problem: SearchProblem, below: tuple[int, ...] | None = None) -> Candidate | None:
     """Return the simplest plan that fits at all, in its smallest form; for advice only.
 
-    Plans that do not fit show by how much the lower bound is low at least, which rules out others.
+    Only one of a `complexity` ``below`` the given one is wanted. Plans that do not fit show by how much the lower bound
+    is low at least, which rules out others.
+
+    Raises:
+        PlanError: there is no layout.
     """
     plain, ratio = replace(problem, timed=False), 0.0
-    found = laid_out(problem)[0]
+    found = [one for one in _kept_layouts(problem)[0] if below is None or complexity(one.strategy) < below]
     for layout in found if problem.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
         if problem.usable is not None and min_bytes(problem.totals, layout) > problem.usable:
+            continue
+        if option_problem(problem.pins, layout, lambda one: _first_plan(problem, one)):
             continue
         plan = smallest(plain, layout)
         if problem.usable is not None:
