@@ -54,6 +54,11 @@ class UnitBytes:
 def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Compute `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
+    load, early = 1.0, False
+    if unit.experts:
+        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE, share=unit.share)
+        load = load if layout.capacity_factor is None else layout.capacity_factor
+        early = layout.framework != "shardwise"
     sharding = ActivationSharding(
         layout.tp,
         layout.cp,
@@ -64,12 +69,9 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         own_loss=layout.framework == "shardwise",
         fp8=layout.fp8_saved and unit.kind == "block",
         ep=layout.ep,
-        load=1.0,
+        load=load,
+        weighs_early=early,
     )
-    if unit.experts:
-        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE, share=unit.share)
-        load = load if layout.capacity_factor is None else layout.capacity_factor
-        sharding = replace(sharding, load=load, weighs_early=layout.framework != "shardwise")
     return _unit_bytes(Same(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
 

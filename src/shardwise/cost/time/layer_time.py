@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from shardwise.cost.flops import attention_square_flops, recomputed
 from shardwise.cost.same import Same
@@ -146,14 +145,10 @@ class _Kernels:
         return hash((self.gpu, self.machine.rates))
 
 
-# what the seconds of an op itself do not depend on
-_BESIDE_OPS: dict[str, Any] = {
-    "recompute": "none",
-    "hides_reduction": False,
-    "ring": False,
-    "host": 1.0,
-    "weighs_early": False,
-}
+@lru_cache(maxsize=4096)
+def _of_ops(split: WorkSplit) -> WorkSplit:
+    """Return the split without what the seconds of an op itself do not depend on."""
+    return replace(split, recompute="none", hides_reduction=False, ring=False, host=1.0, weighs_early=False)
 
 
 @lru_cache(maxsize=8192)
@@ -167,7 +162,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     forward = backward = recompute = 0.0
     cp_forward = cp_backward = cp_recompute = 0.0
     launches = recompute_launches = 0.0
-    seconds = _ops_s(_Kernels(machine), Same(unit), replace(split, **_BESIDE_OPS))
+    seconds = _ops_s(_Kernels(machine), Same(unit), _of_ops(split))
     for op, repeated, (ahead, back) in zip(unit.ops, recomputed(unit, split.recompute), seconds, strict=True):
         forward += ahead
         backward += back
