@@ -522,6 +522,19 @@ class TestPruning:
         fastest = min(c.time.step_s for c in result.candidates if c.fits)
         assert fastest <= self.exhaustive(problem) * 1.005
 
+    @pytest.mark.parametrize(
+        ("name", "text", "length"),
+        [("llama-3.1-8b", "2x8xH100-SXM", 4096), ("mixtral-8x7b", "2x8xA100-80GB", 2048), ("gpt2", "4xT4", 1024)],
+    )
+    def test_more_recompute_is_never_faster(self, name, text, length):
+        work = Workload(seq_len=length, global_batch=64)
+        problem = ask(load_profile(name, seq_len=length), work, parse_cluster(text), Pins())
+        for layout in laid_out(problem)[0][::3]:
+            for micro, sync in product(layout.micros[-2:], syncs(layout)):
+                plans = [plan_for(problem, layout, micro, recompute, sync) for recompute in recomputes(problem)]
+                times = [time_of(problem, plan).step_s for plan in plans]
+                assert times == sorted(times)
+
     def exhaustive(self, problem) -> float:
         """Seconds of the fastest plan that fits, of all."""
         timed = []

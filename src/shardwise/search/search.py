@@ -7,7 +7,7 @@ recommended. Where no time is known, the simplest that fits is. A plan that does
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -328,17 +328,21 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
     """
     fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
+    slower: dict[str, list[Option]] = {}
     rest: dict[str, list[Option]] = {}
     for place, (layout, options) in enumerate(fitting):
         if place < TIMED or _is_plain(layout):
-            by_name.setdefault(layout.name, []).extend(_timed(problem, options))
-            rest.setdefault(layout.name, []).extend(options[OPTIONS:] if problem.timed else [])
+            kept = options[:OPTIONS] if problem.timed else options
+            fastest, others = _by_recompute(kept)
+            by_name.setdefault(layout.name, []).extend(_timed(problem, fastest))
+            slower.setdefault(layout.name, []).extend(others)
+            rest.setdefault(layout.name, []).extend(options[len(kept) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
     for place, ways in enumerate(strategies):
         if place < FULL or _is_plain(ways[0].layout):
             name = ways[0].layout.name
-            best[name] = _first_that_fits(problem, ways, rest[name])
+            best[name] = _first_that_fits(problem, ways, slower[name], rest[name])
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
@@ -383,11 +387,24 @@ def _optimistic_step_time_s(problem: SearchProblem, layout: Layout) -> float:
     return min(rough_step_time_s(problem.totals, layout, micro, recompute) for micro in layout.micros)
 
 
+def _by_recompute(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+    """Split a layout's options into those with the least recompute for their micro batch, and others.
+
+    The others are never faster, so the best is not among them unless it does not fit.
+    """
+    least: dict[tuple[int, GradientSync], int] = {}
+    for option in options:
+        key, mode = (option.micro, option.sync), RECOMPUTES.index(option.recompute)
+        least[key] = min(mode, least.get(key, mode))
+    first = [least[one.micro, one.sync] == RECOMPUTES.index(one.recompute) for one in options]
+    pairs = list(zip(options, first, strict=True))
+    return [one for one, is_first in pairs if is_first], [one for one, is_first in pairs if not is_first]
+
+
 def _timed(problem: SearchProblem, options: Sequence[Option]) -> list[Timed]:
-    """Time the best options; all options, without times, where speeds are unknown."""
-    kept = options[:OPTIONS] if problem.timed else options
-    plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in kept]
-    return [Timed(option.layout, plan, time_of(problem, plan)) for option, plan in zip(kept, plans, strict=True)]
+    """Time options; without times, where speeds are unknown."""
+    plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in options]
+    return [Timed(option.layout, plan, time_of(problem, plan)) for option, plan in zip(options, plans, strict=True)]
 
 
 def _in_order(ways: list[Timed]) -> list[Timed]:
@@ -400,24 +417,35 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
     return way.step_s, *complexity(way.layout.strategy)
 
 
-def _first_that_fits(problem: SearchProblem, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
+def _first_that_fits(
+    problem: SearchProblem, ways: Sequence[Timed], slower: Sequence[Option], rest: Sequence[Option]
+) -> Candidate:
     """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
-    The gap between lower bound and estimate of one plan rules out others.
+    The gap between lower bound and estimate of one plan rules out others. ``slower`` options are timed only where the
+    best of ``ways`` does not fit.
     """
     ratio, tries = 1.0, 0
-    plans = [(way.plan, way.time) for way in ways]
-    plans += [(plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest]
-    for place, (plan, known) in enumerate(plans):
+    every = list(ways)
+
+    def plans() -> Iterator[tuple[Plan, StepTime | None]]:
+        yield ways[0].plan, ways[0].time
+        every[:] = _in_order([*ways, *_timed(problem, slower)])
+        yield from ((way.plan, way.time) for way in every[1:])
+        yield from ((plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest)
+
+    for place, (plan, known) in enumerate(plans()):
+        if tries >= TRIES:
+            break
         screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
-        if tries >= TRIES or (place and problem.usable is not None and screened * ratio > problem.usable):
+        if place and problem.usable is not None and screened * ratio > problem.usable:
             continue
         memory = problem.costs.estimate(problem.profile, plan, problem.workload, problem.cluster)
         if fits(problem, memory) is not False:
             time = known or time_of(problem, plan)
             return _priced(problem, plan, memory, time)
         ratio, tries = max(ratio, memory.device_bytes / max(1, screened)), tries + 1
-    return cost_of(problem, smallest(problem, ways[-1].layout))
+    return cost_of(problem, smallest(problem, every[-1].layout))
 
 
 def smallest(problem: SearchProblem, layout: Layout) -> Plan:
