@@ -114,17 +114,8 @@ def step_time(
     program = workload.program
     framework = framework_of(strategy, program.modules)
     split = _split(plan, workload, framework)
-    copies = _copies(plan, strategy, program, megatron=split.hides_reduction)
     key, where = Same(profile), Same(cluster)
-    wires = Wires(
-        copies,
-        COMPUTE_BYTES[plan.precision],
-        _width(plan, plan.reduce),
-        _width(plan, plan.weights),
-        program.zero,
-        scatters=split.hides_reduction,
-        recasts=split.recompute != "none",
-    )
+    wires = _wires(plan, strategy, program, megatron=split.hides_reduction)
     facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp)
     stages = _stages(key, *facts)
     if plan.reference != "none":
@@ -201,6 +192,18 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         capacity_factor=workload.capacity_factor,
         balanced_experts=workload.balanced_experts,
         weighs_early=framework != "shardwise",
+    )
+
+
+def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: bool) -> Wires:
+    return Wires(
+        _copies(plan, strategy, program, megatron=megatron),
+        COMPUTE_BYTES[plan.precision],
+        _width(plan, plan.reduce),
+        _width(plan, plan.weights),
+        program.zero,
+        scatters=megatron,
+        recasts=plan.recompute != "none",
     )
 
 
