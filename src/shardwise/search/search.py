@@ -71,11 +71,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Plan of a layout with its predicted time, ``None`` where unknown."""
+    """Plan of an option with its predicted time, ``None`` where unknown."""
 
-    layout: Layout
+    option: Option
     plan: Plan
     time: StepTime | None
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the option."""
+        return self.option.layout
 
     @property
     def step_s(self) -> float:
@@ -328,21 +333,20 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
     """
     fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
-    slower: dict[str, list[Option]] = {}
+    kept: dict[str, list[Option]] = {}
     rest: dict[str, list[Option]] = {}
     for place, (layout, options) in enumerate(fitting):
         if place < TIMED or _is_plain(layout):
-            kept = options[:OPTIONS] if problem.timed else options
-            fastest, others = _by_recompute(kept)
-            by_name.setdefault(layout.name, []).extend(_timed(problem, fastest))
-            slower.setdefault(layout.name, []).extend(others)
-            rest.setdefault(layout.name, []).extend(options[len(kept) :])
+            best_ones = options[:OPTIONS] if problem.timed else options
+            by_name.setdefault(layout.name, []).extend(_timed(problem, _least_recompute(best_ones)))
+            kept.setdefault(layout.name, []).extend(best_ones)
+            rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
     for place, ways in enumerate(strategies):
         if place < FULL or _is_plain(ways[0].layout):
             name = ways[0].layout.name
-            best[name] = _first_that_fits(problem, ways, slower[name], rest[name])
+            best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
@@ -387,8 +391,8 @@ def _optimistic_step_time_s(problem: SearchProblem, layout: Layout) -> float:
     return min(rough_step_time_s(problem.totals, layout, micro, recompute) for micro in layout.micros)
 
 
-def _by_recompute(options: Sequence[Option]) -> tuple[list[Option], list[Option]]:
-    """Split a layout's options into those with the least recompute for their micro batch, and others.
+def _least_recompute(options: Sequence[Option]) -> list[Option]:
+    """Return a layout's options with the least recompute for their micro batch.
 
     The others are never faster, so the best is not among them unless it does not fit.
     """
@@ -396,15 +400,13 @@ def _by_recompute(options: Sequence[Option]) -> tuple[list[Option], list[Option]
     for option in options:
         key, mode = (option.micro, option.sync), RECOMPUTES.index(option.recompute)
         least[key] = min(mode, least.get(key, mode))
-    first = [least[one.micro, one.sync] == RECOMPUTES.index(one.recompute) for one in options]
-    pairs = list(zip(options, first, strict=True))
-    return [one for one, is_first in pairs if is_first], [one for one, is_first in pairs if not is_first]
+    return [one for one in options if least[one.micro, one.sync] == RECOMPUTES.index(one.recompute)]
 
 
 def _timed(problem: SearchProblem, options: Sequence[Option]) -> list[Timed]:
     """Time options; without times, where speeds are unknown."""
     plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in options]
-    return [Timed(option.layout, plan, time_of(problem, plan)) for option, plan in zip(options, plans, strict=True)]
+    return [Timed(option, plan, time_of(problem, plan)) for option, plan in zip(options, plans, strict=True)]
 
 
 def _in_order(ways: list[Timed]) -> list[Timed]:
@@ -418,19 +420,22 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
 
 
 def _first_that_fits(
-    problem: SearchProblem, ways: Sequence[Timed], slower: Sequence[Option], rest: Sequence[Option]
+    problem: SearchProblem, ways: Sequence[Timed], kept: Sequence[Option], rest: Sequence[Option]
 ) -> Candidate:
     """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
-    The gap between lower bound and estimate of one plan rules out others. ``slower`` options are timed only where the
-    best of ``ways`` does not fit.
+    The gap between lower bound and estimate of one plan rules out others. The ``kept`` options that are not among
+    ``ways`` are timed only where the best of these does not fit.
     """
     ratio, tries = 1.0, 0
     every = list(ways)
 
     def plans() -> Iterator[tuple[Plan, StepTime | None]]:
         yield ways[0].plan, ways[0].time
-        every[:] = _in_order([*ways, *_timed(problem, slower)])
+        known = {id(way.option): way for way in ways}
+        slower = _timed(problem, [option for option in kept if id(option) not in known])
+        known |= {id(way.option): way for way in slower}
+        every[:] = _in_order([known[id(option)] for option in kept])
         yield from ((way.plan, way.time) for way in every[1:])
         yield from ((plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest)
 
