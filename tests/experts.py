@@ -27,6 +27,7 @@ _TINY: dict[str, Any] = {**FAMILIES["llama"], "num_experts_per_tok": 2, "moe_int
 MORE: dict[str, dict[str, Any]] = {  # families that only mixtures are tested of
     "glm4_moe": {**_TINY, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "minimax_m2": {**_TINY, "num_local_experts": 4},
+    "phimoe": {**_TINY, "num_local_experts": 4},
     "lfm2_moe": {**_TINY, "num_experts": 4, "layer_types": ["full_attention"] * 2, "num_dense_layers": 1},
 }
 TERMS = RouterTerms(aux_loss=0.5, z_loss=0.1)
@@ -64,8 +65,13 @@ def routers_loss(rows: list[tuple[torch.Tensor, torch.Tensor]], top_k: int, term
 def mixture(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, starved: bool = False, **keys: Any
 ) -> nn.Module:
-    """A tiny model of a family; ``starved``: one expert of each layer never gets a token."""
+    """A tiny model of a family; ``starved``: one expert of each layer never gets a token.
+
+    PhiMoE's router draws experts at random while it trains (SparseMixer), as dropout draws masks: its gradient is
+    compared in evaluation.
+    """
     model = family(name, seed=seed, dtype=dtype, **{**MORE.get(name, {}), **keys})
+    model.train(name != "phimoe")
     for router in routers(model) if starved else ():
         router.e_score_correction_bias[1] = -10.0
     return model

@@ -22,6 +22,7 @@ from rows import Row, load_rows
 from speed import quantile, seconds_of
 
 from shardwise.cost.time import estimate_time as time
+from shardwise.cost.time import layer_time as layers
 from shardwise.cost.time import machine as rates
 from shardwise.hardware.gpus import generation_of, generations
 
@@ -35,7 +36,7 @@ PULL = 0.02  # weight of the squared logarithm of a factor over that of `rates.I
 
 def errors(rows: Sequence[Row]) -> dict[str, list[float]]:
     """By source, the logarithms of predicted over measured."""
-    for cache in (time._unit_times, time._stages, time._traffics):
+    for cache in (layers._ops_s, time._unit_times, time._stages, time._traffics):
         cache.cache_clear()
     out: dict[str, list[float]] = defaultdict(list)
     for row in rows:

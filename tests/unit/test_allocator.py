@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.cost.memory.allocation_trace import AllocationTrace
 from shardwise.cost.memory.allocator import Block, CachingAllocator
-from shardwise.cost.memory.simulate import replay
+from shardwise.cost.memory.estimate_memory import _simulated
+from shardwise.cost.memory.simulate import fullest, replay
 from shardwise.units import KIB, MIB
 
 
@@ -22,7 +23,6 @@ def test_sizes_are_rounded_to_512_and_nothing_takes_nothing():
     memory.alloc(1)
     memory.alloc(513)
     assert memory.allocated == 512 + 1024
-    assert memory.requested == 514
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_books_balance_over_a_random_history(expandable):
             memory.free(live.pop(rng.randrange(len(live))))
         else:
             live.append(memory.alloc(int(2 ** rng.uniform(5, 24.5)), rng.choice("ab")))
-        assert memory.requested <= memory.allocated <= memory.reserved <= memory.peak_reserved
+        assert memory.allocated <= memory.reserved <= memory.peak_reserved
     spans = sorted((block.address, block.address + block.size) for block in live)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans)), "blocks overlap"
     assert sum(block.size for block in live) == memory.allocated
     for block in live:
         memory.free(block)
     memory.empty_cache()
-    assert (memory.allocated, memory.requested, memory.reserved) == (0, 0, 0)
+    assert (memory.allocated, memory.reserved) == (0, 0)
 
 
 def test_no_chain_of_blocks_is_left_to_the_garbage_collector() -> None:
@@ -208,3 +208,32 @@ def test_no_chain_of_blocks_is_left_to_the_garbage_collector() -> None:
         assert not [one for one in gc.get_objects() if type(one) is Block]
     finally:
         gc.enable()
+
+
+def random_trace(seed: int) -> AllocationTrace:
+    """Forwards and backwards whose sizes change, so that cached blocks do not fit."""
+    rng, trace = random.Random(seed), AllocationTrace()
+    trace.phase("load")
+    for _ in range(6):
+        trace.phase("forward")
+        handles = [trace.alloc(rng.randrange(1, 40) * MIB, 3, rng.choice((0, 0, 1))) for _ in range(40)]
+        trace.phase("backward")
+        trace.free(*reversed(handles))
+    return trace
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_limit_changes_what_it_should_and_nothing_else(number, expandable):
+    tapes = [random_trace(seed) for seed in range(number)]
+    free, _ = _simulated(tapes, cuda=True, expandable=expandable, limit=None)
+    seen = set()
+    for part in range(60, 130, 2):
+        limit = free.peak("reserved") * part // 100
+        expected = free, False
+        if free.peak("allocated") <= limit < free.peak("reserved"):
+            each = [replay(one, cuda=True, expandable=expandable, limit_bytes=limit) for one in tapes]
+            expected = (fullest(each), True) if all(one.fits for one in each) else expected
+        assert _simulated(tapes, cuda=True, expandable=expandable, limit=limit) == expected
+        seen.add(expected[1])
+    assert seen == {False, True}

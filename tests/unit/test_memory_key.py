@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
 from shardwise.cost.memory import memory_key
 from shardwise.cost.memory.estimate_memory import _estimate, estimate
-from shardwise.cost.memory.lower_bound import _lines
+from shardwise.cost.memory.lower_bound import _lines, _moments, _stored
 from shardwise.cost.memory.memory_key import MemoryKey, counted_micro_batches
+from shardwise.cost.time.estimate_time import _stages, _traffics, _unit_times, step_time
+from shardwise.cost.time.layer_time import WorkSplit, _of_ops, _ops_s, op_s
+from shardwise.cost.time.machine import machine_of
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
@@ -53,6 +57,15 @@ def test_plans_of_one_key_need_the_same_bytes(strategy, options, program):
         assert estimate(profile, plan, workload, cluster) == _estimate.__wrapped__(key)
         bound = MemoryKey(profile, plan, workload)
         assert _lines(bound) == _lines.__wrapped__(bound)
+        for recompute in ("none", "selective", "full"):
+            for sync in ("last", "every"):
+                stored = MemoryKey(
+                    profile,
+                    plan.model_copy(update={"recompute": recompute, "gradient_sync": sync}),
+                    workload,
+                    step=False,
+                )
+                assert _stored(stored) == _stored.__wrapped__(stored)
         counted.add(counted_micro_batches(plan, workload))
     assert len(counted) < 11 or options.get("pipeline_schedule") == "gpipe" or program == "torchtitan"
 
@@ -78,6 +91,50 @@ def test_an_answer_does_not_depend_on_earlier_questions():
     for changes in ({"global_batch": "512"}, {"seq_len": "512"}, {"cluster": "4xRTX3090"}, {"program": "torchtitan"}):
         answer(question | changes)
     again = answer(question)
-    _estimate.cache_clear()
-    _lines.cache_clear()
+    for cache in (_estimate, _lines, _moments, _stored, _ops_s, _unit_times, _stages, _traffics):
+        cache.cache_clear()
     assert first == again == answer(question)
+
+
+TIMED = (
+    ("fsdp+tp2+cp2", "shardwise"),
+    ("zero1", "shardwise"),
+    ("zero1+tp2+ep4", "shardwise"),
+    ("zero1+pp2", "deepspeed"),
+    ("ddp", "megatron"),
+)
+CHANGES = ({}, {"recompute": "selective"}, {"recompute": "full"}, {"micro_batch": 2}, {"grad_accum": 1})
+
+
+def test_a_step_time_does_not_depend_on_those_before():
+    profile = load_profile("mixtral-8x7b", seq_len=2048)
+    asked = []
+    for cluster in map(parse_cluster, ("2x8xA100-80GB", "16x1xA100-80GB", "2x8xH100-SXM")):
+        for name, program in TIMED:
+            workload = Workload(program=find_program(program))
+            plan = Plan(
+                strategy=name,
+                dims=dims_for(parse_strategy(name), 16, devices_per_node=cluster.devices_per_node),
+                micro_batch=1,
+                grad_accum=4,
+                seq_len=2048,
+                precision="bf16",
+                device="cuda",
+            )
+            asked += [(profile, plan.model_copy(update=changes), workload, cluster) for changes in CHANGES]
+    found = [step_time(*question) for question in asked]
+    assert len({one.step_s for one in found}) > len(found) / 2
+    for question, before in zip(asked, found, strict=True):
+        for cache in (_ops_s, _unit_times, _stages, _traffics):
+            cache.cache_clear()
+        assert step_time(*question) == before
+
+
+def test_what_the_seconds_of_an_op_are_kept_without_does_not_change_them():
+    machine, profile = machine_of(parse_cluster("8xA100-80GB"), "bf16"), load_profile("mixtral-8x7b", seq_len=2048)
+    split = WorkSplit(tp=2, cp=2, micro=2, precision="bf16", recompute="full", compiled=False, ep=4, host=2.0)
+    for changes in ({}, {"hides_reduction": True}, {"ring": True}, {"weighs_early": True}, {"shards_ends": True}):
+        other = replace(split, **changes)
+        for unit in profile.units:
+            for op in unit.ops:
+                assert op_s(machine, unit, op, _of_ops(other)) == op_s(machine, unit, op, other)

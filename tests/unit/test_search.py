@@ -28,7 +28,17 @@ from shardwise.search.enumerate import complexity, divisors, layouts, nearest_mu
 from shardwise.search.explain_plan import against
 from shardwise.search.heuristics import rough_step_time_s, totals_of
 from shardwise.search.problem import SAID_TIE, USABLE, Costs, ask, default_precision, precision_text
-from shardwise.search.search import LOWER_BOUND_SLACK, PLAIN_TIE, TIE, laid_out, plan_for, recomputes, syncs, time_of
+from shardwise.search.search import (
+    LOWER_BOUND_SLACK,
+    PLAIN_TIE,
+    TIE,
+    laid_out,
+    plan_for,
+    recomputes,
+    search,
+    syncs,
+    time_of,
+)
 from shardwise.units import GIB
 
 GPU = GpuSpec(name="Device", arch="none", memory_bytes=80 * GIB, peak_flops={"bf16": 1e14})
@@ -521,6 +531,26 @@ class TestPruning:
         result = search_and_advise(problem.profile, work, problem.cluster, pins)
         fastest = min(c.time.step_s for c in result.candidates if c.fits)
         assert fastest <= self.exhaustive(problem) * 1.005
+
+    @pytest.mark.parametrize(
+        ("name", "text", "length"),
+        [("llama-3.1-8b", "2x8xH100-SXM", 4096), ("mixtral-8x7b", "2x8xA100-80GB", 2048), ("gpt2", "4xT4", 1024)],
+    )
+    def test_more_recompute_is_never_faster(self, name, text, length):
+        work = Workload(seq_len=length, global_batch=64)
+        problem = ask(load_profile(name, seq_len=length), work, parse_cluster(text), Pins())
+        for layout in laid_out(problem)[0][::3]:
+            for micro, sync in product(layout.micros[-2:], syncs(layout)):
+                plans = [plan_for(problem, layout, micro, recompute, sync) for recompute in recomputes(problem)]
+                times = [time_of(problem, plan).step_s for plan in plans]
+                assert times == sorted(times)
+
+    def test_options_that_are_not_timed_change_nothing(self, monkeypatch):
+        work, machine = Workload(seq_len=8192, global_batch=2048), parse_cluster("2048x8xH100-SXM")
+        profile = load_profile("llama-3.1-405b", seq_len=8192)
+        result = search(profile, work, machine)
+        monkeypatch.setattr("shardwise.search.search._least_recompute", list)
+        assert result == search(profile, work, machine)
 
     def exhaustive(self, problem) -> float:
         """Seconds of the fastest plan that fits, of all."""

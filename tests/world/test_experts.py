@@ -39,7 +39,7 @@ CASES: dict[int, list[Case]] = {
         *(("deepseek_v3", strategy, DEEPSEEK) for strategy in ("ddp+pp2", "ddp+cp2")),
         *(("deepseek_v3", strategy, {"terms": NONE, "starved": True}) for strategy in ("ddp", "fsdp", "fsdp+ep2")),
         ("mixtral", "fsdp+tp2+ep2", {**WHOLE, "sequence_parallel": False}),
-        *((name, "fsdp+ep2", DEEPSEEK) for name in ("glm4_moe", "minimax_m2", "lfm2_moe")),
+        *((name, "fsdp+ep2", DEEPSEEK) for name in ("glm4_moe", "minimax_m2", "lfm2_moe", "phimoe")),
         ("mixtral", "fsdp", {"grouped": True, "recompute": "full"}),
         ("mixtral", "fsdp+ep2", {"grouped": True, "recompute": "full"}),
     ],

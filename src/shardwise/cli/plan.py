@@ -15,7 +15,6 @@ from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
 from shardwise.cli.plan_config import profile_of_model
-from shardwise.cli.plan_for import check_target, print_for
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_options import read_request, with_plan_options
 from shardwise.cli.plan_other import answer_other, is_other, with_other_options
@@ -65,7 +64,10 @@ def run_plan(
         one_plan = {"prove": prove, "output": output, "target": target, "calibration": calibration}
         answer_other(words, other, one_plan, price, console, as_json=as_json)
         return
-    check_target(target, str(words["model"]), as_json=as_json)
+    if target is not None:  # what writes the files of other tools is not loaded for other plans
+        from shardwise.cli.plan_for import check_target
+
+        check_target(target, str(words["model"]), as_json=as_json)
     request, profile, prices, notes = read_request(dict(words), price=price, calibration=calibration, output=output)
     for line in notes:
         console.print(line, markup=False)
@@ -79,6 +81,8 @@ def run_plan(
     print_recommendation(profile, request.cluster, result, prices, console)
     best = result.candidates[result.recommended or 0]
     if target is not None and result.recommended is not None:
+        from shardwise.cli.plan_for import print_for
+
         best = print_for(target, request, result, console)
     proof = None
     if prove:

@@ -19,13 +19,13 @@ PLANNED_FOR = tuple(name for name in TARGETS if name != "pytorch")
 CLIP_NORM = 1.0
 
 
-def check_target(target: str | None, model: str, *, as_json: bool) -> None:
+def check_target(target: str, model: str, *, as_json: bool) -> None:
     """Refuse a tool for which there is no answer.
 
     Raises:
         UserError: it is not known, needs a config, or ``as_json`` is set.
     """
-    if target is not None and (problems := _problems(target, model, as_json=as_json)):
+    if problems := _problems(target, model, as_json=as_json):
         raise UserError(*problems)
 
 

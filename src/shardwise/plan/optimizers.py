@@ -158,6 +158,8 @@ _OTHERWISE = {"in_backward": "take in_backward out", "shards": "ddp or zero1"}
 def refusals(name: str | None, strategy: Strategy, *, in_backward: bool = False) -> list[str]:
     """Return why an optimizer cannot step what a strategy leaves on a rank, each with a fix; empty if it can."""
     refused = OPTIMIZERS[name].refuses if name in OPTIMIZERS else {}
+    if not refused:
+        return []
     if strategy.engine == "deepspeed" and "deepspeed" in refused:
         able, twins = either(names_without("deepspeed")), "the same stage on PyTorch (zero1, zero2, fsdp)"
         return [f"is not for {strategy}: {refused['deepspeed']}; use {able}, or {twins}"]

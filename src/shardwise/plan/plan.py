@@ -301,7 +301,7 @@ def axis_problems(plan: Plan) -> list[str]:
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
     wrong += engine_problems(plan) if strategy.engine == "deepspeed" else []
-    return wrong + without_effect(changed(dict(plan)), strategy)
+    return wrong + without_effect(changed(vars(plan)), strategy)
 
 
 def stage_problems(plan: Plan) -> list[str]:

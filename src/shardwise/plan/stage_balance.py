@@ -26,6 +26,12 @@ def balanced_stages(blocks: Sequence[float], before: float, after: float, stages
     def cost_of(stage: int, start: int, end: int) -> float:
         return sums[end] - sums[start] + (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
 
+    least, extra = divmod(number, stages)
+    even = [0]
+    for stage in range(stages):
+        even.append(even[-1] + least + (stage < extra))
+    dearest_even = max(cost_of(stage, even[stage], even[stage + 1]) for stage in range(stages))
+    limit = dearest_even * (1 + 1e-6)  # of a stage: a split with a dearer one is worse than the even one
     best: list[dict[int, tuple[float, float, tuple[int, ...]]]] = [{0: (0.0, 0.0, ())}]
     for stage in range(stages):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -35,6 +41,8 @@ def balanced_stages(blocks: Sequence[float], before: float, after: float, stages
                 if start >= end:
                     continue
                 cost = cost_of(stage, start, end)
+                if cost > limit:
+                    continue
                 found = (max(dearest, cost), squares + cost * cost, (*counts, end - start))
                 known = row.get(end)
                 if known is None or _better(found, known):

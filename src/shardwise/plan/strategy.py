@@ -53,12 +53,7 @@ class Strategy(BaseModel):
     engine: Engine = "torch"
 
     def __str__(self) -> str:
-        stage = "zero3" if self.base == "fsdp" else self.base
-        words = [f"deepspeed-{stage}" if self.engine == "deepspeed" else self.base]
-        words += [f"{name}{getattr(self, name)}" for name in DEGREE_WORDS if getattr(self, name) > 1]
-        words += [name for name in FLAGS if getattr(self, name, False)]
-        words += [self.adapter] if self.adapter != "none" else []
-        return "+".join(words)
+        return _text(self)
 
     @property
     def shards_parameters(self) -> bool:
@@ -92,6 +87,16 @@ class Strategy(BaseModel):
     def splits_model(self) -> bool:
         """Return True where ranks share the work on one sample: any of ``+tp``, ``+pp``, ``+cp``."""
         return self.tp * self.pp * self.cp > 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(strategy: Strategy) -> str:
+    stage = "zero3" if strategy.base == "fsdp" else strategy.base
+    words = [f"deepspeed-{stage}" if strategy.engine == "deepspeed" else strategy.base]
+    words += [f"{name}{getattr(strategy, name)}" for name in DEGREE_WORDS if getattr(strategy, name) > 1]
+    words += [name for name in FLAGS if getattr(strategy, name, False)]
+    words += [strategy.adapter] if strategy.adapter != "none" else []
+    return "+".join(words)
 
 
 def complete_strategy(text: str) -> tuple[str, str]:

@@ -161,17 +161,17 @@ def _asked(problem: SearchProblem, changes: Mapping[str, object]) -> dict[str, A
     return {**facts, **changes}
 
 
-def _fit(problem: SearchProblem, **changes: object) -> Candidate | None:
-    """Return the simplest plan that fits the changed request."""
+def _fit(problem: SearchProblem, below: tuple[int, ...] | None = None, **changes: object) -> Candidate | None:
+    """Return the simplest plan that fits the changed request, of a `complexity` ``below`` the given one."""
     try:
-        return simplest_fit(ask(**_asked(problem, changes)))
+        return simplest_fit(ask(**_asked(problem, changes)), below)
     except PlanError:
         return None
 
 
-def _best(problem: SearchProblem, **changes: object) -> Candidate | None:
-    """Return the best variant of the simplest strategy that fits the changed request."""
-    found = _fit(problem, **changes)
+def _best(problem: SearchProblem, below: tuple[int, ...] | None = None, **changes: object) -> Candidate | None:
+    """Return the best variant of the simplest strategy that fits the changed request, ``below`` a complexity."""
+    found = _fit(problem, below, **changes)
     if found is None or not problem.timed:
         return found
     facts = _asked(problem, changes)
@@ -218,13 +218,12 @@ def _other_optimizer(ways: _Ways) -> Iterator[str]:
     Their updates differ, and so do the results.
     """
     problem = ways.problem
-    limit = (9,) if ways.kept is None else complexity(ways.kept.plan.parsed)
+    limit = None if ways.kept is None else complexity(ways.kept.plan.parsed)
     for name, work in lean_workloads(problem.workload):
         for order, options, flags in (("", {}, {}), *orders(problem)):
             pins = problem.pins.model_copy(update={"options": {**problem.pins.options, **options}})
-            found = _best(problem, pins=pins, workload=work)
-            simpler = found is not None and complexity(found.plan.parsed) < limit
-            if found is not None and simpler and ways.is_wanted(found, 1.0):
+            found = _best(problem, limit, pins=pins, workload=work)
+            if found is not None and ways.is_wanted(found, 1.0):
                 beside = f" with {order}" if order else ""
                 option_text = ways.option_text(found, {"--optimizer": name, **flags})
                 yield f"another optimizer, {name}{beside}, fits: {option_text}"

@@ -109,17 +109,22 @@ def with_options(
     Raises:
         PlanError: all are rejected.
     """
-    names = [name for name in changed(pins.options) if name in StepOptions.model_fields]
     allowed, refused = [], list[Refusal]()
-    for layout in found if names else ():
-        wrong = [line for line in axis_problems(plan_of(layout)) if any(name in line for name in names)]
-        if wrong:
-            refused.append(Refusal(layout.name, wrong[0]))
+    for layout in found:
+        if why := option_problem(pins, layout, plan_of):
+            refused.append(Refusal(layout.name, why))
         else:
             allowed.append(layout)
-    if names and not allowed:
+    if not allowed:
         raise PlanError(*dict.fromkeys(refusal.reason for refusal in refused))
-    return (allowed, refused) if names else (found, [])
+    return allowed, refused
+
+
+def option_problem(pins: Pins, layout: Layout, plan_of: Callable[[Layout], Plan]) -> str:
+    """Return why a layout does not support the pinned options; empty if it does."""
+    names = [name for name in changed(pins.options) if name in StepOptions.model_fields]
+    lines = axis_problems(plan_of(layout)) if names else []
+    return next((line for line in lines if any(name in line for name in names)), "")
 
 
 def strategies(profile: ModelProfile, workload: Workload, cluster: ClusterSpec) -> list[Strategy]:
@@ -231,22 +236,27 @@ def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, 
     return ""
 
 
-def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[list[ParallelDims], str]:
+def _degrees(strategy: Strategy, cluster: ClusterSpec, pins: Pins) -> tuple[tuple[ParallelDims, ...], str]:
     """Return the possible degrees of a strategy; hybrid sharding has several."""
-    world = cluster.world_size
-    given = {"dp_replicate": pins.dp_replicate, "dp_shard": pins.dp_shard}
+    return _all_degrees(strategy, cluster.world_size, cluster.devices_per_node, pins.dp_replicate, pins.dp_shard)
+
+
+@lru_cache(maxsize=4096)
+def _all_degrees(
+    strategy: Strategy, world: int, per_node: int, dp_replicate: int | None, dp_shard: int | None
+) -> tuple[tuple[ParallelDims, ...], str]:
     try:
-        first = dims_for(strategy, world, devices_per_node=cluster.devices_per_node, **given)
+        first = dims_for(strategy, world, devices_per_node=per_node, dp_replicate=dp_replicate, dp_shard=dp_shard)
     except PlanError as error:
-        return [], str(error)
-    if strategy.base != "hsdp" or any(given.values()):
-        return [first], ""
+        return (), str(error)
+    if strategy.base != "hsdp" or dp_replicate or dp_shard:
+        return (first,), ""
     found, shard, ranks = [first], first.dp_shard * 2, first.dp
     while shard < ranks and ranks % shard == 0:
         dims = first.model_copy(update={"dp_replicate": ranks // shard, "dp_shard": shard})
         found += [] if spread_problem(dims) else [dims]
         shard *= 2
-    return found, ""
+    return tuple(found), ""
 
 
 def split(dp: int, workload: Workload, pins: Pins) -> tuple[int, tuple[int, ...], str]:

@@ -7,7 +7,7 @@ recommended. Where no time is known, the simplest that fits is. A plan that does
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,15 @@ from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.cost_inputs_of_plan import adapter_of
-from shardwise.search.enumerate import RECOMPUTES, Layout, Refusal, complexity, layouts, with_options
+from shardwise.search.enumerate import (
+    RECOMPUTES,
+    Layout,
+    Refusal,
+    complexity,
+    layouts,
+    option_problem,
+    with_options,
+)
 from shardwise.search.heuristics import min_bytes, rough_step_time_s
 from shardwise.units import bytes_text
 
@@ -63,11 +71,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Plan of a layout with its predicted time, ``None`` where unknown."""
+    """Plan of an option with its predicted time, ``None`` where unknown."""
 
-    layout: Layout
+    option: Option
     plan: Plan
     time: StepTime | None
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the option."""
+        return self.option.layout
 
     @property
     def step_s(self) -> float:
@@ -115,6 +128,17 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
     Raises:
         PlanError: there is no layout.
     """
+    kept, refused = _kept_layouts(problem)
+    allowed, without = with_options(kept, problem.pins, lambda one: _first_plan(problem, one))
+    return allowed, [*refused, *without]
+
+
+def _first_plan(problem: SearchProblem, layout: Layout) -> Plan:
+    return plan_for(problem, layout, layout.micros[0], "none")
+
+
+def _kept_layouts(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
+    """Return the layouts of a request, with those that do not support the pinned options, and the rejected ones."""
     found, refused = layouts(problem.profile, problem.workload, problem.cluster, problem.pins)
     program = problem.workload.program
     others = {one.name: why for one in found if (why := program.refuses(one.strategy))}
@@ -127,8 +151,7 @@ def laid_out(problem: SearchProblem) -> tuple[list[Layout], list[Refusal]]:
         only_planned = [f"{one.name} is planned, not run" for one in found]
         why = (only_planned or [refusal.reason for refusal in refused])[0]
         raise PlanError(f"no strategy that this version runs can be laid out: {why}")
-    allowed, without = with_options(kept, problem.pins, lambda one: plan_for(problem, one, one.micros[0], "none"))
-    return allowed, [*refused, *without]
+    return kept, refused
 
 
 def recomputes(problem: SearchProblem) -> tuple[Recompute, ...]:
@@ -310,17 +333,20 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
     """
     fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
+    kept: dict[str, list[Option]] = {}
     rest: dict[str, list[Option]] = {}
     for place, (layout, options) in enumerate(fitting):
         if place < TIMED or _is_plain(layout):
-            by_name.setdefault(layout.name, []).extend(_timed(problem, options))
-            rest.setdefault(layout.name, []).extend(options[OPTIONS:] if problem.timed else [])
+            best_ones = options[:OPTIONS] if problem.timed else options
+            by_name.setdefault(layout.name, []).extend(_timed(problem, _least_recompute(best_ones)))
+            kept.setdefault(layout.name, []).extend(best_ones)
+            rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
     for place, ways in enumerate(strategies):
         if place < FULL or _is_plain(ways[0].layout):
             name = ways[0].layout.name
-            best[name] = _first_that_fits(problem, ways, rest[name])
+            best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
@@ -365,11 +391,22 @@ def _optimistic_step_time_s(problem: SearchProblem, layout: Layout) -> float:
     return min(rough_step_time_s(problem.totals, layout, micro, recompute) for micro in layout.micros)
 
 
+def _least_recompute(options: Sequence[Option]) -> list[Option]:
+    """Return a layout's options with the least recompute for their micro batch.
+
+    The others are never faster, so the best is not among them unless it does not fit.
+    """
+    least: dict[tuple[int, GradientSync], int] = {}
+    for option in options:
+        key, mode = (option.micro, option.sync), RECOMPUTES.index(option.recompute)
+        least[key] = min(mode, least.get(key, mode))
+    return [one for one in options if least[one.micro, one.sync] == RECOMPUTES.index(one.recompute)]
+
+
 def _timed(problem: SearchProblem, options: Sequence[Option]) -> list[Timed]:
-    """Time the best options; all options, without times, where speeds are unknown."""
-    kept = options[:OPTIONS] if problem.timed else options
-    plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in kept]
-    return [Timed(option.layout, plan, time_of(problem, plan)) for option, plan in zip(kept, plans, strict=True)]
+    """Time options; without times, where speeds are unknown."""
+    plans = [plan_for(problem, option.layout, option.micro, option.recompute, option.sync) for option in options]
+    return [Timed(option, plan, time_of(problem, plan)) for option, plan in zip(options, plans, strict=True)]
 
 
 def _in_order(ways: list[Timed]) -> list[Timed]:
@@ -382,24 +419,38 @@ def _rank_of(way: Timed) -> tuple[float, ...]:
     return way.step_s, *complexity(way.layout.strategy)
 
 
-def _first_that_fits(problem: SearchProblem, ways: Sequence[Timed], rest: Sequence[Option]) -> Candidate:
+def _first_that_fits(
+    problem: SearchProblem, ways: Sequence[Timed], kept: Sequence[Option], rest: Sequence[Option]
+) -> Candidate:
     """Return the first that fits by the full estimate, else the best rough one, else the smallest.
 
-    The gap between lower bound and estimate of one plan rules out others.
+    The gap between lower bound and estimate of one plan rules out others. The ``kept`` options that are not among
+    ``ways`` are timed only where the best of these does not fit.
     """
     ratio, tries = 1.0, 0
-    plans = [(way.plan, way.time) for way in ways]
-    plans += [(plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest]
-    for place, (plan, known) in enumerate(plans):
+    every = list(ways)
+
+    def plans() -> Iterator[tuple[Plan, StepTime | None]]:
+        yield ways[0].plan, ways[0].time
+        known = {id(way.option): way for way in ways}
+        slower = _timed(problem, [option for option in kept if id(option) not in known])
+        known |= {id(way.option): way for way in slower}
+        every[:] = _in_order([known[id(option)] for option in kept])
+        yield from ((way.plan, way.time) for way in every[1:])
+        yield from ((plan_for(problem, o.layout, o.micro, o.recompute, o.sync), None) for o in rest)
+
+    for place, (plan, known) in enumerate(plans()):
+        if tries >= TRIES:
+            break
         screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
-        if tries >= TRIES or (place and problem.usable is not None and screened * ratio > problem.usable):
+        if place and problem.usable is not None and screened * ratio > problem.usable:
             continue
         memory = problem.costs.estimate(problem.profile, plan, problem.workload, problem.cluster)
         if fits(problem, memory) is not False:
             time = known or time_of(problem, plan)
             return _priced(problem, plan, memory, time)
         ratio, tries = max(ratio, memory.device_bytes / max(1, screened)), tries + 1
-    return cost_of(problem, smallest(problem, ways[-1].layout))
+    return cost_of(problem, smallest(problem, every[-1].layout))
 
 
 def smallest(problem: SearchProblem, layout: Layout) -> Plan:
@@ -466,15 +517,21 @@ def _eligible(problem: SearchProblem, candidate: Candidate) -> bool:
     return candidate.fits is not False
 
 
-def simplest_fit(problem: SearchProblem) -> Candidate | None:
+def simplest_fit(problem: SearchProblem, below: tuple[int, ...] | None = None) -> Candidate | None:
     """Return the simplest plan that fits at all, in its smallest form; for advice only.
 
-    Plans that do not fit show by how much the lower bound is low at least, which rules out others.
+    Only one of a `complexity` ``below`` the given one is wanted. Plans that do not fit show by how much the lower bound
+    is low at least, which rules out others.
+
+    Raises:
+        PlanError: there is no layout.
     """
     plain, ratio = replace(problem, timed=False), 0.0
-    found = laid_out(problem)[0]
+    found = [one for one in _kept_layouts(problem)[0] if below is None or complexity(one.strategy) < below]
     for layout in found if problem.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
         if problem.usable is not None and min_bytes(problem.totals, layout) > problem.usable:
+            continue
+        if option_problem(problem.pins, layout, lambda one: _first_plan(problem, one)):
             continue
         plan = smallest(plain, layout)
         if problem.usable is not None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.cost.expert_load import MEMORY_QUANTILE, fullest_load
-from shardwise.cost.memory.local_shapes import FP32, ShardLayout, UnitKey
+from shardwise.cost.memory.local_shapes import FP32, ShardLayout
+from shardwise.cost.same import Same
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.divisibility import kv_repeats
@@ -53,6 +54,11 @@ class UnitBytes:
 def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: bool) -> UnitBytes:
     """Compute `UnitBytes`; cached by the unit's identity."""
     mode = recompute if unit.kind == "block" else "none"
+    load, early = 1.0, False
+    if unit.experts:
+        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE, share=unit.share)
+        load = load if layout.capacity_factor is None else layout.capacity_factor
+        early = layout.framework != "shardwise"
     sharding = ActivationSharding(
         layout.tp,
         layout.cp,
@@ -63,13 +69,10 @@ def unit_bytes(unit: Unit, layout: ShardLayout, recompute: Recompute, compiled: 
         own_loss=layout.framework == "shardwise",
         fp8=layout.fp8_saved and unit.kind == "block",
         ep=layout.ep,
-        load=1.0,
+        load=load,
+        weighs_early=early,
     )
-    if unit.experts:
-        load = 1.0 if layout.balanced else fullest_load(unit.experts, layout.ep, MEMORY_QUANTILE, share=unit.share)
-        load = load if layout.capacity_factor is None else layout.capacity_factor
-        sharding = replace(sharding, load=load, weighs_early=layout.framework != "shardwise")
-    return _unit_bytes(UnitKey(unit), layout.width, layout.autocasts, sharding, mode, compiled)
+    return _unit_bytes(Same(unit), layout.width, layout.autocasts, sharding, mode, compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,9 @@ class ActivationSharding:
 
 @lru_cache(maxsize=4096)
 def _unit_bytes(
-    same: UnitKey, width: int, autocasts: bool, sharding: ActivationSharding, mode: Recompute, compiled: bool
+    same: Same[Unit], width: int, autocasts: bool, sharding: ActivationSharding, mode: Recompute, compiled: bool
 ) -> UnitBytes:
-    unit = same.unit
+    unit = same.value
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # low-precision base, same stream
     seen = unit.autocast_ops if autocasts else ()
     ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False

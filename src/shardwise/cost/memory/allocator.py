@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 
 from shardwise.units import MIB
 
@@ -30,7 +29,7 @@ _ENDLESS = LARGE_SEGMENT_BYTES << 40  # a multiple of both pages
 class Block:
     """Block of a segment. ``mapped`` is False for unmapped addresses of an expandable segment."""
 
-    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "requested", "size")
+    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
     def __init__(
         self, pool: _Pool, address: int, size: int, before: Block | None = None, after: Block | None = None
@@ -40,7 +39,6 @@ class Block:
         self.size = size
         self.free = True
         self.mapped = True
-        self.requested = 0
         self.before = before
         self.after = after
 
@@ -62,20 +60,6 @@ class _Pool:
         del self.keys[bisect_left(self.keys, (block.size, block.address))]
 
 
-@dataclass(frozen=True, slots=True)
-class AllocatorStats:
-    """Current and peak bytes. ``allocated`` counts rounded blocks in use, as PyTorch does."""
-
-    allocated: int
-    reserved: int
-    requested: int
-    peak_allocated: int
-    peak_reserved: int
-    peak_requested: int
-    segments: int
-    out_of_memory: bool
-
-
 class CachingAllocator:
     """PyTorch's allocator on one device; all sizes in bytes.
 
@@ -87,12 +71,9 @@ class CachingAllocator:
     def __init__(self, *, expandable: bool = False, limit_bytes: int | None = None) -> None:
         self.expandable = expandable
         self.limit_bytes = limit_bytes
-        self.allocated = 0
+        self.allocated = 0  # rounded blocks in use, as PyTorch counts them
         self.reserved = 0
-        self.requested = 0
-        self.peak_allocated = 0
         self.peak_reserved = 0
-        self.peak_requested = 0
         self.segments = 0
         self.retries = 0
         self.out_of_memory = False
@@ -122,13 +103,7 @@ class CachingAllocator:
             rest = self._split(block, size)
             insort(keys, (remaining, rest.address, rest))
         block.free = False
-        block.requested = num_bytes
-        self.requested += num_bytes
         self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
-        if self.requested > self.peak_requested:
-            self.peak_requested = self.requested
         return block
 
     def free(self, block: Block | None) -> None:
@@ -139,15 +114,9 @@ class CachingAllocator:
             raise ValueError(f"the block at {block.address} was freed before")
         pool = block.pool
         self.allocated -= block.size
-        self.requested -= block.requested
         block.free = True
         self._join(block)
         insort(pool.keys, (block.size, block.address, block))
-
-    def reset_peaks(self) -> None:
-        """Reset the peaks to the current values."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-        self.peak_requested = self.requested
 
     def empty_cache(self) -> None:
         """Release every fully free segment, or every fully free page of expandable segments."""
@@ -173,10 +142,6 @@ class CachingAllocator:
         for pool in pools:
             pool.keys.clear()
             pool.unmapped.clear()
-
-    def stats(self) -> AllocatorStats:
-        """Return all counters at once."""
-        return AllocatorStats(**{name: getattr(self, name) for name in AllocatorStats.__slots__})
 
     def _take(self, num_bytes: int) -> None:
         """Take memory from the device."""

@@ -249,9 +249,8 @@ def _estimate(key: MemoryKey) -> Estimate:
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
-    simulated = fullest(_simulated(tapes, cuda=layout.is_cuda, expandable=expandable))
-    squeezed = _squeezed(tapes, simulated, cluster, context, expandable=expandable) if layout.is_cuda else None
-    simulated = squeezed or simulated
+    limit = None if cluster.device_memory_bytes is None else cluster.device_memory_bytes - context
+    simulated, squeezed = _simulated(tapes, cuda=layout.is_cuda, expandable=expandable, limit=limit)
 
     def at_rest(setting: CostInputs, name: str) -> int:
         pairs = zip(setting.weights, setting.pieces, strict=True)
@@ -281,39 +280,36 @@ def _estimate(key: MemoryKey) -> Estimate:
         offloaded_bytes=offloaded,
         host_bytes=_host_bytes(profile, layout, cluster, offloaded),
         phases=simulated.phases,
-        notes=_notes(profile, layout, workload, known=known, squeezed=squeezed is not None),
+        notes=_notes(profile, layout, workload, known=known, squeezed=squeezed),
     )
 
 
-def _simulated(tapes: list[AllocationTrace], *, cuda: bool, expandable: bool) -> list[SimulatedStep]:
-    """Simulate several ranks; only those that can reserve most use the slow allocator model."""
-    if len(tapes) == 1 or not cuda:
-        return [replay(trace, cuda=cuda, expandable=expandable) for trace in tapes]
-    lives = [replay(trace, cuda=False) for trace in tapes]
-    most = max(live.peak("allocated") for live in lives) * NEAR
-    return [
-        replay(trace, cuda=True, expandable=expandable) if live.peak("allocated") >= most else live
-        for trace, live in zip(tapes, lives, strict=True)
-    ]
+def _simulated(
+    tapes: list[AllocationTrace], *, cuda: bool, expandable: bool, limit: int | None
+) -> tuple[SimulatedStep, bool]:
+    """Simulate ranks, and return whether they fit within ``limit`` only because cached memory is given back.
 
-
-def _squeezed(
-    tapes: list[AllocationTrace], simulated: SimulatedStep, cluster: ClusterSpec, context: int, *, expandable: bool
-) -> SimulatedStep | None:
-    """Simulate the same ranks with a limit, where only cached memory does not fit.
-
-    PyTorch then releases its cache to the device and retries.
+    At the limit PyTorch releases its cache to the device and retries. Of several ranks only those that can reserve most
+    use the slow allocator model.
     """
-    memory = cluster.device_memory_bytes
-    if (
-        memory is None
-        or simulated.peak("reserved") + context <= memory
-        or simulated.peak("allocated") + context > memory
-    ):
-        return None
-    limit = memory - context
-    retried = fullest([replay(trace, cuda=True, expandable=expandable, limit_bytes=limit) for trace in tapes])
-    return retried if retried.fits else None
+    if not cuda:
+        return fullest([replay(trace, cuda=False) for trace in tapes]), False
+    lives = [replay(trace, cuda=False) for trace in tapes] if len(tapes) > 1 else []
+    most = max((live.peak("allocated") for live in lives), default=0)
+    limit = None if limit is not None and most > limit else limit  # nothing to give back is enough
+
+    def reserved(trace: AllocationTrace, limit_bytes: int | None) -> SimulatedStep:
+        return replay(trace, cuda=True, expandable=expandable, limit_bytes=limit_bytes)
+
+    near = [live.peak("allocated") >= most * NEAR for live in lives] or [True]
+    found = [reserved(trace, limit) if near[i] else lives[i] for i, trace in enumerate(tapes)]
+    if not any(one.released for one in found):
+        return fullest(found), False
+    if all(one.fits for one in found):
+        squeezed = [one if near[i] else reserved(tapes[i], limit) for i, one in enumerate(found)]
+        if all(one.fits for one in squeezed):
+            return fullest(squeezed), True
+    return fullest([reserved(tapes[i], None) if one.released else one for i, one in enumerate(found)]), False
 
 
 def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int) -> int:

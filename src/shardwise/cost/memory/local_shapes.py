@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.cost.memory.expert_shards import expert_shape, rest_shape
+from shardwise.cost.same import Same
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.dims import ParallelDims
@@ -292,7 +293,7 @@ def stage_counts(profile: ModelProfile, layout: ShardLayout) -> tuple[int, ...]:
         return layout.stage_blocks
     if layout.framework != "shardwise":
         return blocks_per_stage(profile.num_blocks, layout.pp)
-    return _stage_counts(ProfileKey(profile), layout.pp * layout.virtual)
+    return _stage_counts(Same(profile), layout.pp * layout.virtual)
 
 
 def with_stages(profile: ModelProfile, plan: Plan) -> Plan:
@@ -304,10 +305,10 @@ def with_stages(profile: ModelProfile, plan: Plan) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def _stage_counts(same: ProfileKey, stages: int) -> tuple[int, ...]:
-    units = same.profile.units
-    if stages > same.profile.num_blocks:
-        return blocks_per_stage(same.profile.num_blocks, stages)
+def _stage_counts(same: Same[ModelProfile], stages: int) -> tuple[int, ...]:
+    units = same.value.units
+    if stages > same.value.num_blocks:
+        return blocks_per_stage(same.value.num_blocks, stages)
     index = next(i for i, unit in enumerate(units) if unit.kind == "block")
     before = sum(_products(unit) * unit.count for unit in units[:index])
     after = sum(_products(unit) * unit.count for unit in units[index:] if unit.kind != "block")
@@ -375,7 +376,7 @@ def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
     dense, routed = (layout.replicas_of(weight) if layout.partitions else 1 for weight in PROBES)
     parts = (dense, routed)
     return _unit_weights(
-        UnitKey(unit),
+        Same(unit),
         ranks,
         layout.tp,
         types,
@@ -386,36 +387,6 @@ def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
         spread,
         layout.whole_experts,
     )
-
-
-class ProfileKey:
-    """Profile that is equal only to itself."""
-
-    __slots__ = ("profile",)
-
-    def __init__(self, profile: ModelProfile) -> None:
-        self.profile = profile
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProfileKey) and self.profile is other.profile
-
-    def __hash__(self) -> int:
-        return id(self.profile)
-
-
-class UnitKey:
-    """Unit that is equal only to itself: hashing its contents would cost more than it saves."""
-
-    __slots__ = ("unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitKey) and self.unit is other.unit
-
-    def __hash__(self) -> int:
-        return id(self.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +401,7 @@ class WeightBytes:
 
 @lru_cache(maxsize=4096)
 def _unit_weights(
-    same: UnitKey,
+    same: Same[Unit],
     ranks: int,
     tp: int,
     types: WeightBytes,
@@ -447,11 +418,11 @@ def _unit_weights(
     as large as the unit where any of it trains. Each of ``parts`` ranks keeps its part of the gradients of full
     weights: of dense ones, and of experts.
     """
-    weights, wide = same.unit.weights, types.wide
+    weights, wide = same.value.weights, types.wide
     if types.stored < FP32:
         weights = tuple(replace(w, itemsize=min(w.itemsize, types.stored)) for w in weights)
     ep, expert_shards = spread
-    shapes = [local_weight(weight, tp, ep, vocab=same.unit.kind != "block") for weight in weights]
+    shapes = [local_weight(weight, tp, ep, vocab=same.value.kind != "block") for weight in weights]
     each = [expert_shards if w.experts else ranks for w in weights]
     local = [math.prod(shape) for shape in shapes]
     rows = zip(weights, shapes, each, strict=True)
@@ -466,9 +437,9 @@ def _unit_weights(
     kept = sum(kinds)
     sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
     scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
-    cast = not shards and wide < types.stored and same.unit.kind != "embedding"
-    read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
-    tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
+    cast = not shards and wide < types.stored and same.value.kind != "embedding"
+    read = sum(op.k * op.n for op in same.value.ops if op.kind == "matmul" and op.weight)
+    tied = max(0, read - sum(w.num_elements for w in weights)) if same.value.kind == "head" else 0
     return UnitWeights(
         parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
         gradients=sum(math.ceil(size / part) for size, part in zip(kinds, parts, strict=True)),
@@ -484,7 +455,7 @@ def _unit_weights(
         reduce_in=sum(padded * types.reduced for _, _, _, padded in carried),
         reduce_out=kept,
         copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
-        exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
+        exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.value, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
     )
 

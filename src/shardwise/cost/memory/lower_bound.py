@@ -96,33 +96,62 @@ def _lines(key: MemoryKey) -> tuple[BytesLine, ...]:
 @lru_cache(maxsize=16384)
 def _moments(key: MemoryKey) -> tuple[_Moments, ...]:
     """Bytes of each pipeline rank that can be the fullest."""
+    stored = _stored(MemoryKey(key.profile, key.plan, key.workload, step=False))
+    return tuple(_moments_of(rank, key.workload, key.plan) for rank in stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a pipeline rank stores, and the temporaries of its optimizer."""
+
+    stage: int
+    layout: ShardLayout
+    weights: tuple[tuple[LayerGroup, UnitWeights], ...]
+    parameters: int
+    gradients: int
+    state: int
+    temporaries: float
+
+
+@lru_cache(maxsize=4096)
+def _stored(key: MemoryKey) -> tuple[_Stored, ...]:
+    """Bytes that each pipeline rank stores that can be the fullest."""
     layout = with_routing(layout_of(key.plan, key.workload.program), key.workload)
-    return tuple(
-        _moments_of(stage, stage_pieces(key.profile, layout, stage), layout, key.workload, key.plan)
-        for stage in heavy_stages(key.profile, layout)
+    stages = heavy_stages(key.profile, layout)
+    return tuple(_stored_by(n, stage_pieces(key.profile, layout, n), layout, key.workload, key.plan) for n in stages)
+
+
+def _stored_by(
+    stage: int, pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan
+) -> _Stored:
+    rows = tuple((p, unit_weights(p.unit, layout)) for p in pieces)
+    gradients = sum(w.gradients * p.count for p, w in rows)
+    if plan.optimizer_in_backward:
+        gradients = max(w.gradients for _, w in rows)
+    shares = layout.shards_state
+    state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
+    temporaries = 0.0
+    if not shares and not layout.masters:
+        largest = max((w.largest for _, w in rows), default=0) * layout.stored
+        temporaries = sum(w.trained * p.count for p, w in rows) * layout.stored * workload.optimizer_temporaries
+        temporaries += largest * workload.loop_temporaries
+        temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
+    return _Stored(
+        stage=stage,
+        layout=layout,
+        weights=rows,
+        parameters=sum(w.parameters * p.count for p, w in rows) * (2 if plan.reference == "copy" else 1),
+        gradients=gradients,
+        state=state + average_bytes(pieces, layout, workload),
+        temporaries=temporaries,
     )
 
 
-def _moments_of(
-    stage: int, pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan
-) -> _Moments:
-    recompute = plan.recompute
-    compiled = workload.compiles(plan)
-    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, compiled)) for p in pieces]
-    parameters = sum(w.parameters * p.count for p, w, _ in rows) * (2 if plan.reference == "copy" else 1)
-    gradients = sum(w.gradients * p.count for p, w, _ in rows)
-    if plan.optimizer_in_backward:
-        gradients = max(w.gradients for _, w, _ in rows)
-    shares, fused = layout.shards_state, workload.fuses_loss(plan)
-    state = (optimizer_mean_bytes if shares else optimizer_bytes)(pieces, layout, workload) or 0
-    state += average_bytes(pieces, layout, workload)
-    rest = 0 if layout.offloads else parameters + state
-    temporaries = 0.0
-    if not shares and not layout.masters:
-        largest = max((w.largest for _, w, _ in rows), default=0) * layout.stored
-        temporaries = sum(w.trained * p.count for p, w, _ in rows) * layout.stored * workload.optimizer_temporaries
-        temporaries += largest * workload.loop_temporaries
-        temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
+def _moments_of(stored: _Stored, workload: Workload, plan: Plan) -> _Moments:
+    recompute, layout, gradients = plan.recompute, stored.layout, stored.gradients
+    compiled, fused = workload.compiles(plan), workload.fuses_loss(plan)
+    rows = [(p, w, unit_bytes(p.unit, layout, recompute, compiled)) for p, w in stored.weights]
+    rest = 0 if layout.offloads else stored.parameters + stored.state
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
@@ -145,9 +174,9 @@ def _moments_of(
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if fused else FP32)
     return _Moments(
-        stage=stage,
+        stage=stored.stage,
         layout=layout,
-        step=parameters + gradients + state + temporaries,
+        step=stored.parameters + gradients + stored.state + stored.temporaries,
         base=base,
         buckets=buckets,
         waits=waits,

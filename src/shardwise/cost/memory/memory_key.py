@@ -10,14 +10,16 @@ from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
-_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles"}))  # styles have no cost and cannot be cache keys
+# styles have no cost and cannot be cache keys
+_OPTIONS = attrgetter(*sorted(OPTION_SPECS.keys() - {"tp_styles", "gradient_sync"}))
 
 
 class MemoryKey:
     """Key of bytes that are computed once.
 
     Profile, program and ``cluster`` are compared by identity, plan and workload by the fields that matter. Without a
-    cluster the bytes are those of a micro batch of any size, and without ``accumulation`` of any number of them.
+    cluster the bytes are those of a micro batch of any size, without ``accumulation`` of any number of them, without
+    ``step`` those that a rank stores, whatever it recomputes and whenever it reduces gradients.
     """
 
     __slots__ = ("_facts", "_hash", "cluster", "plan", "profile", "workload")
@@ -30,6 +32,7 @@ class MemoryKey:
         cluster: ClusterSpec | None = None,
         *,
         accumulation: bool = True,
+        step: bool = True,
     ) -> None:
         dims = plan.dims
         self.profile, self.plan, self.workload, self.cluster = profile, plan, workload, cluster
@@ -43,12 +46,12 @@ class MemoryKey:
             dims.cp,
             dims.ep,
             plan.precision,
-            plan.recompute,
+            *((plan.recompute, plan.gradient_sync) if step else ()),
             *_OPTIONS(plan),
             plan.stage_blocks,
             plan.device,
             plan.objective,
-            counted_micro_batches(plan, workload) if accumulation else 0,
+            counted_micro_batches(plan, workload) if accumulation and step else 0,
             workload.optimizer,
             workload.optimizer_states,
             workload.scalar_states,

@@ -14,10 +14,10 @@ from shardwise.cost.memory.local_shapes import (
     STATE_ITEMSIZE,
     LayerGroup,
     ShardLayout,
-    UnitKey,
     local_weight,
 )
-from shardwise.model.profile import Weight
+from shardwise.cost.same import Same
+from shardwise.model.profile import Unit, Weight
 from shardwise.plan.optimizers import ParameterShard
 from shardwise.plan.workload import Workload
 
@@ -38,7 +38,7 @@ def optimizer_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, workloa
     types, key = StateTypes.of(layout), _StateKey(workload)
     return sum(
         piece.count
-        * sum(_unit_states(UnitKey(piece.unit), layout.tp, layout.ep, shards, types, key, layout.whole_experts))
+        * sum(_unit_states(Same(piece.unit), layout.tp, layout.ep, shards, types, key, layout.whole_experts))
         for piece in pieces
     )
 
@@ -49,7 +49,7 @@ def optimizer_mean_bytes(pieces: tuple[LayerGroup, ...], layout: ShardLayout, wo
         return None
     full, types, key = [0, 0], StateTypes.of(layout), _StateKey(workload)
     for p in pieces:
-        states = _unit_states(UnitKey(p.unit), layout.tp, layout.ep, (1, 1), types, key)
+        states = _unit_states(Same(p.unit), layout.tp, layout.ep, (1, 1), types, key)
         full = [total + p.count * state for total, state in zip(full, states, strict=True)]
     return sum(total // layout.replicas_of(weight) for total, weight in zip(full, PROBES, strict=True))
 
@@ -92,7 +92,7 @@ class _StateKey:
 
 @lru_cache(maxsize=8192)
 def _unit_states(
-    same: UnitKey,
+    same: Same[Unit],
     tp: int,
     ep: int,
     shards: tuple[int, ...],
@@ -101,7 +101,7 @@ def _unit_states(
     whole: bool = False,
 ) -> tuple[int, int]:
     """Bytes of optimizer state of one unit's weights on the fullest rank: of dense ones, and of experts."""
-    unit, found = same.unit, [0, 0]
+    unit, found = same.value, [0, 0]
     in_block = unit.kind == "block"
     for weight in unit.weights:
         if weight.trainable:

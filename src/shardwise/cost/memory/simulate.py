@@ -33,12 +33,14 @@ from shardwise.plan.workload import Workload
 class SimulatedStep:
     """Peaks of a program: by phase, and of each category (in the order of `CATEGORIES`).
 
-    ``fits`` is False where a limit was given and could not be kept.
+    ``fits`` is False where a limit was given and could not be kept: the program ended there. ``released``: at the limit
+    cached memory was given back.
     """
 
     phases: tuple[Phase, ...]
     most: tuple[int, ...]
     fits: bool = True
+    released: bool = False
 
     def peak(self, what: Literal["allocated", "reserved"]) -> int:
         """Highest value of all phases."""
@@ -105,7 +107,7 @@ def replay(
 ) -> SimulatedStep:
     """Replay traces: live bytes by phase and category; on CUDA also the reserved bytes.
 
-    The allocator takes no more than ``limit_bytes``.
+    The allocator takes no more than ``limit_bytes``; a program that needs more ends there.
     """
     live = [0] * len(CATEGORIES)
     most = [0] * len(CATEGORIES)
@@ -131,9 +133,14 @@ def replay(
                     peak = total
                 if live[category] > most[category]:
                     most[category] = live[category]
+                if allocator.out_of_memory:
+                    break
         phases.append(Phase(name=name, allocated=peak, reserved=allocator.peak_reserved if cuda else peak))
+        if allocator.out_of_memory:
+            break
     allocator.unlink(block for _, _, block in handles)
-    return SimulatedStep(phases=tuple(_merged(phases)), most=tuple(most), fits=not allocator.out_of_memory)
+    fits, released = not allocator.out_of_memory, allocator.retries > 0
+    return SimulatedStep(phases=tuple(_merged(phases)), most=tuple(most), fits=fits, released=released)
 
 
 def _merged(phases: list[Phase]) -> Iterator[Phase]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from shardwise.cost.same import Same
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import LinkKind, generation_of, generations
 
@@ -178,7 +179,7 @@ def collective_s(
         measured = _measured_s(kind, message_bytes, group, cluster, sharing, calibration)
         if measured is not None:
             return measured
-    fits = _fits(kind, group, sharing, _links(cluster))
+    fits = _fits(kind, group, sharing, _links(Same(cluster)))
     if not fits:
         return math.nan
     wire = message_bytes * wire_share(kind, group.ranks)
@@ -207,7 +208,7 @@ def catalogue_bus_bytes_per_s(
     """Catalogue bus bytes/s of the largest messages; None for an unknown link, as gloo's."""
     if cluster.device == "cpu":
         return None
-    return max((fit.bus_bytes_per_s for fit in _fits(kind, group, sharing, _links(cluster))), default=None)
+    return max((fit.bus_bytes_per_s for fit in _fits(kind, group, sharing, _links(Same(cluster)))), default=None)
 
 
 def _share(kind: str, ranks: int) -> float:
@@ -231,7 +232,7 @@ def _measured_s(
     if one is not None and one.group == group:
         return one.seconds(message_bytes)
     if one is not None and one.fit is not None:
-        fit = _scaled(kind, one, one.fit, group, sharing, _links(cluster), on_cpu=cluster.device == "cpu")
+        fit = _scaled(kind, one, one.fit, group, sharing, _links(Same(cluster)), on_cpu=cluster.device == "cpu")
     else:
         found = calibration.find(kind, "network" if per_node < group.ranks else "node")
         if found is None:
@@ -279,7 +280,9 @@ def _peer_to_peer(name: str) -> bool:
     return not _GEFORCE.search(name)
 
 
-def _links(cluster: ClusterSpec) -> _Links:
+@lru_cache(maxsize=64)
+def _links(same: Same[ClusterSpec]) -> _Links:
+    cluster = same.value
     gpu, link, network = cluster.gpu, cluster.link, cluster.network
     on_cpu = cluster.device == "cpu"
     return _Links(

@@ -16,14 +16,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import framework_of
+from shardwise.cost.same import Same
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
-from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
+from shardwise.cost.time.layer_time import (
+    COMPUTE_BYTES,
+    UnitElements,
+    UnitTime,
+    WorkSplit,
+    is_finite,
+    unit_elements,
+    unit_time,
+)
 from shardwise.cost.time.machine import Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
@@ -62,29 +71,24 @@ Copies = Literal["none", "autocast", "units"]
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """How weights and gradients travel: copies, bytes of an element reduced and at rest, the layout of zero1 and 2."""
+    """How weights and gradients travel.
+
+    ``width``, ``reduced`` and ``stored`` are bytes of an element: computed with, of a reduced gradient, at rest.
+    ``zero`` is the layout of zero1 and 2. ``scatters``: zero1 reduces as Megatron-LM's distributed optimizer does.
+    ``recasts``: recompute casts weights again.
+    """
 
     copies: Copies
+    width: int
     reduced: int
     stored: int
     zero: str
+    scatters: bool
+    recasts: bool
 
     def partitions(self, base: str) -> bool:
         """Return whether ``base`` is DeepSpeed's ZeRO-2: full weights, partitioned gradients."""
         return base == "zero2" and self.zero == "deepspeed"
-
-
-@dataclass(frozen=True, slots=True)
-class _TimeInputs:
-    """Compares by identity, so that large frozen values can be cache keys and are kept alive."""
-
-    value: object
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _TimeInputs) and other.value is self.value
 
 
 def step_time(
@@ -110,21 +114,21 @@ def step_time(
     program = workload.program
     framework = framework_of(strategy, program.modules)
     split = _split(plan, workload, framework)
-    copies = _copies(plan, strategy, program, megatron=split.hides_reduction)
-    key, where = _TimeInputs(profile), _TimeInputs(cluster)
-    times = _unit_times(key, where, rates, calibration, split)
-    wires = Wires(copies, _width(plan, plan.reduce), _width(plan, plan.weights), program.zero)
+    key, where = Same(profile), Same(cluster)
+    wires = _wires(plan, strategy, program, megatron=split.hides_reduction)
     facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp)
     stages = _stages(key, *facts)
     if plan.reference != "none":
         stages = tuple(map(StageTime.with_reference, stages, _stages(_reference(key, plan.reference), *facts)))
     send = _send_s(machine, profile, plan) if len(stages) > 1 else 0.0
     host_s = MICRO_HOST_S if rates is None else 0.0
-    timed = {id(s): with_host(s, plan, host_s) if workload.framework_overhead else alone(s) for s in stages}
+    made = {id(stage): stage for stage in stages}  # most are the same one
+    timed = {k: with_host(s, plan, host_s) if workload.framework_overhead else alone(s) for k, s in made.items()}
     hosted = [timed[id(stage)] for stage in stages]
     parts = _micro_batches(plan, stages, hosted, send, plan.virtual_stages)
+    weights = _weights(key, plan.dims.tp, plan.dims.ep)
     optimizer, after, offload = update_s(
-        machine, profile, plan, strategy, workload, times, distributed=split.hides_reduction
+        machine, profile, plan, strategy, workload, weights, distributed=split.hides_reduction
     )
     if program.overlaps_zero1:  # behind the first forwards of the next step, which it slows a little
         after = max(0.0, after - sum(f for f, _ in hosted[:1])) + CONTENTION * after
@@ -191,6 +195,18 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
     )
 
 
+def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: bool) -> Wires:
+    return Wires(
+        _copies(plan, strategy, program, megatron=megatron),
+        COMPUTE_BYTES[plan.precision],
+        _width(plan, plan.reduce),
+        _width(plan, plan.weights),
+        program.zero,
+        scatters=megatron,
+        recasts=plan.recompute != "none",
+    )
+
+
 def _copies(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: bool) -> Copies:
     """Select how unsharded weights are copied for computation."""
     sharded = _is_sharded(plan.dims) and plan.dims.dp * plan.dims.cp > 1
@@ -230,11 +246,20 @@ def _micro_batches(
     }
 
 
+@lru_cache(maxsize=1024)
+def _weights(profile: Same[ModelProfile], tp: int, ep: int) -> tuple[UnitElements, ...]:
+    made = {id(unit): unit_elements(unit, tp, ep) for unit in {id(u): u for u in profile.value.units}.values()}
+    return tuple(made[id(unit)] for unit in profile.value.units)
+
+
 @lru_cache(maxsize=8192)
 def _unit_times(
-    profile: _TimeInputs, cluster: _TimeInputs, rates: Rates | None, calibration: Calibration | None, split: WorkSplit
+    profile: Same[ModelProfile],
+    cluster: Same[ClusterSpec],
+    rates: Rates | None,
+    calibration: Calibration | None,
+    split: WorkSplit,
 ) -> tuple[UnitTime, ...]:
-    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     made = {id(unit): unit_time(machine, unit, split) for unit in {id(u): u for u in profile.value.units}.values()}
     times = tuple(made[id(unit)] for unit in profile.value.units)
@@ -248,8 +273,8 @@ def _unit_times(
 
 @lru_cache(maxsize=32768)
 def _stages(
-    profile: _TimeInputs,
-    cluster: _TimeInputs,
+    profile: Same[ModelProfile],
+    cluster: Same[ClusterSpec],
     rates: Rates | None,
     calibration: Calibration | None,
     split: WorkSplit,
@@ -263,10 +288,10 @@ def _stages(
 
     Blocks are distributed over the stages; what precedes them belongs to the first.
     """
-    assert isinstance(profile.value, ModelProfile)
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
-    traffic = _traffics(profile, cluster, rates, calibration, split, parsed.base, dims, waits is True, wires)
+    weights = _weights(profile, split.tp, split.ep)
+    traffic = _traffics(weights, cluster, rates, calibration, parsed.base, dims, waits is True, wires)
     pieces = StageParts(
         strategy=parsed,
         sharded=parsed.shards_parameters and not wires.partitions(parsed.base),
@@ -298,16 +323,14 @@ def _stages(
 
 
 @lru_cache(maxsize=256)
-def _reference(profile: _TimeInputs, kind: Reference) -> _TimeInputs:
+def _reference(profile: Same[ModelProfile], kind: Reference) -> Same[ModelProfile]:
     """Return the profile of a frozen reference: the model's, or that of its base with the adapters off."""
-    assert isinstance(profile.value, ModelProfile)
-    return profile if kind == "copy" else _TimeInputs(without_adapters(profile.value))
+    return profile if kind == "copy" else Same(without_adapters(profile.value))
 
 
 @lru_cache(maxsize=256)
-def _mfu_of_one(profile: _TimeInputs, cluster: _TimeInputs, precision: str) -> float | None:
+def _mfu_of_one(profile: Same[ModelProfile], cluster: Same[ClusterSpec], precision: str) -> float | None:
     """MFU at one sample per second on one device."""
-    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     return mfu(profile.value, cluster.value.gpu, precision, 1.0)
 
 
@@ -318,44 +341,38 @@ def _waits(plan: Plan) -> bool | None:
 
 @lru_cache(maxsize=8192)
 def _traffics(
-    profile: _TimeInputs,
-    cluster: _TimeInputs,
+    weights: tuple[UnitElements, ...],
+    cluster: Same[ClusterSpec],
     rates: Rates | None,
     calibration: Calibration | None,
-    split: WorkSplit,
     base: str,
     dims: ParallelDims,
     accumulates: bool,
     wires: Wires,
 ) -> tuple[WireTime, ...]:
-    assert isinstance(profile.value, ModelProfile) and isinstance(cluster.value, ClusterSpec)
     machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
-    times = _unit_times(profile, cluster, rates, calibration, split)
-    made = {id(time): _traffic(machine, time, split, base, dims, accumulates, wires) for time in times}
-    return tuple(made[id(time)] for time in times)
+    made = {one: _traffic(machine, one, base, dims, accumulates, wires) for one in dict.fromkeys(weights)}
+    return tuple(made[one] for one in weights)
 
 
 def _traffic(
-    machine: Machine, time: UnitTime, split: WorkSplit, base: str, dims: ParallelDims, accumulates: bool, wires: Wires
+    machine: Machine, weights: UnitElements, base: str, dims: ParallelDims, accumulates: bool, wires: Wires
 ) -> WireTime:
     """Collectives and copies of one unit: gathered in the compute type, reduced in the plan's type.
 
     Experts that are spread over ranks move between the ranks that have the same ones, after the rest of their unit.
     """
-    if not time.expert_elements:
-        return _unit_traffic(machine, time, split, base, dims, accumulates, wires)
-    rest = replace(
-        time,
-        elements=time.elements - time.expert_elements,
-        trainable=time.trainable - time.expert_trainable,
-        at_rest_bytes=time.at_rest_bytes - time.expert_at_rest_bytes,
-    )
-    experts = replace(
-        time, elements=time.expert_elements, trainable=time.expert_trainable, at_rest_bytes=time.expert_at_rest_bytes
+    if not weights.expert_elements:
+        return _unit_traffic(machine, weights, base, dims, accumulates, wires)
+    experts = UnitElements(weights.expert_elements, weights.expert_trainable, weights.expert_at_rest_bytes)
+    rest = UnitElements(
+        weights.elements - experts.elements,
+        weights.trainable - experts.trainable,
+        weights.at_rest_bytes - experts.at_rest_bytes,
     )
     among = expert_dims(dims)
-    one = _unit_traffic(machine, rest, split, base, dims, accumulates, wires)
-    other = _unit_traffic(machine, experts, split, base, among, accumulates, wires, apart=dims.ep)
+    one = _unit_traffic(machine, rest, base, dims, accumulates, wires)
+    other = _unit_traffic(machine, experts, base, among, accumulates, wires, apart=dims.ep)
     return WireTime(
         gather_s=one.gather_s + other.gather_s,
         reduce_s=one.reduce_s + other.reduce_s,
@@ -366,8 +383,7 @@ def _traffic(
 
 def _unit_traffic(
     machine: Machine,
-    time: UnitTime,
-    split: WorkSplit,
+    weights: UnitElements,
     base: str,
     dims: ParallelDims,
     accumulates: bool,
@@ -376,44 +392,44 @@ def _unit_traffic(
     apart: int = 1,
 ) -> WireTime:
     """`_traffic` of weights that all ranks of ``dims`` share; ``apart`` ranks lie between neighbours."""
-    width, per_node = COMPUTE_BYTES[split.precision], max(1, machine.cluster.devices_per_node // apart)
+    width, per_node = wires.width, max(1, machine.cluster.devices_per_node // apart)
     inner = max(1, per_node // dims.tp)
     low_precision, copies, sent = width < wires.stored, wires.copies, wires.reduced
     if base in ("ddp", "zero1") or wires.partitions(base):
         ranks = dims.dp * dims.cp
-        scatters = (base == "zero1" and (split.hides_reduction or wires.zero == "deepspeed")) or wires.partitions(base)
+        scatters = (base == "zero1" and (wires.scatters or wires.zero == "deepspeed")) or wires.partitions(base)
         kind: CollectiveKind = "reduce_scatter" if scatters else "all_reduce"
-        reduce = machine.collective_s(kind, sent * time.trainable, ranks, inner)
+        reduce = machine.collective_s(kind, sent * weights.trainable, ranks, inner)
         add = 2.0 * wires.stored if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
             unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
             return WireTime(
                 reduce_s=reduce,
-                copy_forward_s=machine.memory_s(unit * time.elements),
-                copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
+                copy_forward_s=machine.memory_s(unit * weights.elements),
+                copy_backward_s=machine.memory_s(unit * weights.elements + (width + 12.0 + add) * weights.trainable),
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
-        twice = 2.0 if split.recompute != "none" else 1.0
+        again = 1.0 if wires.recasts else 0.0
         return WireTime(
             reduce_s=reduce,
-            copy_forward_s=machine.memory_s(casts * time.elements),
-            copy_backward_s=machine.memory_s((twice - 1.0) * casts * time.elements + (casts + add) * time.trainable),
+            copy_forward_s=machine.memory_s(casts * weights.elements),
+            copy_backward_s=machine.memory_s(again * casts * weights.elements + (casts + add) * weights.trainable),
         )
     ranks = dims.dp_shard * dims.cp
-    gathered = min(width * time.elements, time.at_rest_bytes)
+    gathered = min(width * weights.elements, weights.at_rest_bytes)
     gather = machine.collective_s("all_gather", gathered, ranks, inner)
-    reduce = machine.reduce_scatter_s(sent * time.trainable, ranks, inner)
+    reduce = machine.reduce_scatter_s(sent * weights.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
-        reduce += machine.collective_s("all_reduce", sent * time.trainable / ranks, dims.dp_replicate, outer)
+        reduce += machine.collective_s("all_reduce", sent * weights.trainable / ranks, dims.dp_replicate, outer)
     copied = 2.0 * width if ranks > 1 else 0.0
     return WireTime(
         gather_s=gather,
         reduce_s=reduce,
-        copy_forward_s=machine.memory_s(copied * time.elements),
+        copy_forward_s=machine.memory_s(copied * weights.elements),
         copy_backward_s=machine.memory_s(
-            (copied if base != "zero2" else 0.0) * time.elements
-            + (2.0 + sent + (4.0 if accumulates else 0.0)) * time.trainable
+            (copied if base != "zero2" else 0.0) * weights.elements
+            + (2.0 + sent + (4.0 if accumulates else 0.0)) * weights.trainable
         ),
     )
 

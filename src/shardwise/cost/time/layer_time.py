@@ -1,15 +1,17 @@
 """Seconds of one unit and micro batch on one rank: kernels, tp and cp traffic, host.
 
-Results that equal units of a profile share are cached: the search requests the same few combinations of degrees, micro
-batch and recompute thousands of times.
+The seconds of ops are kept: the search requests the same few combinations of degrees and micro batch thousands of
+times, with each recompute and communication.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardwise.cost.flops import attention_square_flops, recomputed
+from shardwise.cost.same import Same
 from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.machine import Machine, larger
@@ -94,15 +96,65 @@ class UnitTime:
     cp_recompute_s: float
     host_forward_s: float
     host_backward_s: float
-    elements: float  # weights of the unit on one tensor-parallel rank
-    trainable: float
-    at_rest_bytes: float  # bytes of those weights as they are stored, before any sharding
     ep_forward_s: float = 0.0
     ep_backward_s: float = 0.0
     ep_recompute_s: float = 0.0
-    expert_elements: float = 0.0  # of the elements, those of experts that are spread over ranks
+
+
+@dataclass(frozen=True, slots=True)
+class UnitElements:
+    """Weights of one of a unit's ``count`` on one tensor-parallel rank, before any sharding.
+
+    Those of experts that are spread over ranks are also counted apart.
+    """
+
+    elements: float
+    trainable: float
+    at_rest_bytes: float  # as they are stored
+    expert_elements: float = 0.0
     expert_trainable: float = 0.0
     expert_at_rest_bytes: float = 0.0
+
+
+def unit_elements(unit: Unit, tp: int, ep: int) -> UnitElements:
+    """Count the weights of ``unit``."""
+    local = [(w, w.num_elements / _ways(w, tp, ep)) for w in unit.weights]
+    spread = [(w, n) for w, n in local if w.experts and ep > 1]
+    return UnitElements(
+        elements=sum(n for _, n in local),
+        trainable=sum(n for w, n in local if w.trainable),
+        at_rest_bytes=sum(n * w.itemsize for w, n in local),
+        expert_elements=sum(n for _, n in spread),
+        expert_trainable=sum(n for w, n in spread if w.trainable),
+        expert_at_rest_bytes=sum(n * w.itemsize for w, n in spread),
+    )
+
+
+class _Kernels:
+    """Machine that is equal to those whose kernels take as long: of the same GPU, or with the same rates."""
+
+    __slots__ = ("gpu", "machine")
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.gpu = machine, Same(machine.gpu)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kernels) and self.gpu == other.gpu and self.machine.rates == other.machine.rates
+
+    def __hash__(self) -> int:
+        return hash((self.gpu, self.machine.rates))
+
+
+@lru_cache(maxsize=4096)
+def _of_ops(split: WorkSplit) -> WorkSplit:
+    """Return the split without what the seconds of an op itself do not depend on."""
+    return replace(split, recompute="none", hides_reduction=False, ring=False, host=1.0, weighs_early=False)
+
+
+@lru_cache(maxsize=8192)
+def _ops_s(kernels: _Kernels, unit: Same[Unit], split: WorkSplit) -> tuple[tuple[float, float], ...]:
+    """Seconds of each op of a unit, forward and backward."""
+    return tuple(op_s(kernels.machine, unit.value, op, split) for op in unit.value.ops)
 
 
 def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
@@ -110,8 +162,8 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     forward = backward = recompute = 0.0
     cp_forward = cp_backward = cp_recompute = 0.0
     launches = recompute_launches = 0.0
-    for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
-        ahead, back = op_s(machine, unit, op, split)
+    seconds = _ops_s(_Kernels(machine), Same(unit), _of_ops(split))
+    for op, repeated, (ahead, back) in zip(unit.ops, recomputed(unit, split.recompute), seconds, strict=True):
         forward += ahead
         backward += back
         launches += op.launches
@@ -123,12 +175,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
             cp_recompute += there if repeated else 0.0
     tp_forward, tp_backward, tp_recompute = tensor_parallel_s(machine, unit, split)
-    local = [(w, w.num_elements / _ways(w, split)) for w in unit.weights]
-    weights = sum(n for _, n in local)
-    trainable = sum(n for w, n in local if w.trainable)
-    at_rest = sum(n * w.itemsize for w, n in local)
-    packed = sum(n for w, n in local if w.itemsize < 1)
-    spread = [(w, n) for w, n in local if w.experts and split.ep > 1]
+    packed = sum(w.num_elements / _ways(w, split.tp, split.ep) for w in unit.weights if w.itemsize < 1)
     moved = dispatch_s(machine, unit, split.ep, split.micro / split.cp / split.tp, COMPUTE_BYTES[split.precision])
     again = 0 if split.recompute == "none" else 1 if split.weighs_early else REPEATED_DISPATCHES
     if packed:  # 4-bit weights are dequantized to the compute type before each use
@@ -153,23 +200,17 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         host_forward_s=host * launches + calls,
         host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
         + calls * (2.0 if recompute else 1.0),
-        elements=weights,
-        trainable=trainable,
-        at_rest_bytes=at_rest,
         ep_forward_s=2 * moved,
         ep_backward_s=2 * moved,
         ep_recompute_s=again * moved,
-        expert_elements=sum(n for _, n in spread),
-        expert_trainable=sum(n for w, n in spread if w.trainable),
-        expert_at_rest_bytes=sum(n * w.itemsize for w, n in spread),
     )
 
 
-def _ways(weight: Weight, split: WorkSplit) -> int:
+def _ways(weight: Weight, tp: int, ep: int) -> int:
     """Ranks over which model-parallel axes divide a weight."""
-    if weight.experts and split.ep > 1:
-        return split.ep
-    return split.tp if weight.tp_dim is not None else 1
+    if weight.experts and ep > 1:
+        return ep
+    return tp if weight.tp_dim is not None else 1
 
 
 def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float, float]:

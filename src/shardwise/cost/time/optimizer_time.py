@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime
+from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitElements
 from shardwise.cost.time.machine import Machine
 from shardwise.errors import PlanError
 from shardwise.model.profile import ModelProfile
@@ -42,7 +42,7 @@ def update_s(
     plan: Plan,
     strategy: Strategy,
     workload: Workload,
-    times: Sequence[UnitTime],
+    weights: Sequence[UnitElements],
     *,
     distributed: bool,
 ) -> tuple[float, float, float]:
@@ -56,9 +56,10 @@ def update_s(
     """
     dims = plan.dims
     counts = [unit.count / (dims.pp if unit.kind == "block" else min(2, dims.pp)) for unit in profile.units]
-    trainable = sum(count * (time.trainable - time.expert_trainable) for count, time in zip(counts, times, strict=True))
-    experts = sum(count * time.expert_trainable for count, time in zip(counts, times, strict=True))
-    stored = sum(count * time.at_rest_bytes for count, time in zip(counts, times, strict=True))
+    pairs = list(zip(counts, weights, strict=True))
+    trainable = sum(count * (one.trainable - one.expert_trainable) for count, one in pairs)
+    experts = sum(count * one.expert_trainable for count, one in pairs)
+    stored = sum(count * one.at_rest_bytes for count, one in pairs)
     program, width = workload.program, COMPUTE_BYTES[plan.precision]
     partitions = strategy.base == "zero2" and program.zero == "deepspeed"
     shards_state = strategy.base == "zero1" or partitions
@@ -85,7 +86,7 @@ def update_s(
     pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
     if pcie is None:
         return math.nan, after, math.nan
-    elements = sum(count * time.elements for count, time in zip(counts, times, strict=True))
+    elements = sum(count * one.elements for count, one in pairs)
     moved = _wire_bytes(plan, strategy, trainable, stored, elements)
     host = machine.cluster.devices_per_node * stepped * moves / HOST_BYTES_PER_S
     if strategy.nvme:
