@@ -185,7 +185,7 @@ def late_rank(_: Path) -> Any:
     """One rank does something else in each step, and the other waits for it."""
     model = DDP(loops.plain())
     data = DataLoader(Quick(0.0), batch_size=2)
-    late = lambda: time.sleep(0.06 * dist.get_rank())  # noqa: E731
+    late = lambda: time.sleep(0.15 * dist.get_rank())  # noqa: E731
     return loops.train(model, loops.adamw(model), data=data, steps=8, before_step=late)
 
 
