@@ -74,7 +74,7 @@ def test_the_prices_that_ship_are_ranked() -> None:
     assert answer["offers"][: len(good)] == good and len(good) > 10
     assert [offer["dollars"] for offer in good] == sorted(offer["dollars"] for offer in good)
     assert all(offer["hours"] <= 48 and offer["dollars"] <= 100 for offer in good)
-    assert answer["answer"][0] in done.stderr and "read on 2026-11-24" in answer["prices"]
+    assert answer["answer"][0] in done.stderr and "read on 2026-11-24 to 2026-11-27" in answer["prices"]
 
 
 def test_several_clusters_are_documents_of_their_own() -> None:

@@ -1,7 +1,7 @@
 """Instances to rent, from a CSV file in the schema of SkyPilot's catalogue; ``prices.csv`` beside this file ships.
 
 Its rows are facts of one commit each of github.com/skypilot-org/skypilot-catalog (column ``Snapshot``), read on the day
-of `READ_ON`; a commit's own date is not part of the file. It is a subset: four clouds, GPUs of the hardware table. A
+of `READ_ON`; a commit's own date is not part of the file. It is a subset: five clouds, GPUs of the hardware table. A
 file of one's own replaces it; ``Cloud`` and ``Snapshot`` may be left out there, as in SkyPilot's own files.
 
 A price that a row does not state is unknown.
@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.hardware.gpus import GpuSpec, find_gpu
 
 SHIPPED = Path(__file__).with_name("prices.csv")
-READ_ON = "2026-11-24"
+READ_ON = "2026-11-24 to 2026-11-27"
 NEEDED = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region")
 SMALL_A100 = "A100-40GB"  # what SkyPilot calls A100; the larger one is A100-80GB there
 MOST_PROBLEMS = 8
