@@ -11,7 +11,7 @@ from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
 from shardwise.plan.program import ProgramTraits, find_program, program_table
-from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.search.problem import default_precision
 
 LOSSES = ("plain", "fused")
@@ -22,6 +22,7 @@ TYPES: dict[str, Any] = {
     "accumulate": GradientType,
     "reduce": GradientType,
     "rounding": Rounding,
+    "fp8": Fp8Recipe,
 }
 
 

@@ -23,7 +23,7 @@ from shardwise.plan.optimizers import OPTIMIZERS, either
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, program_names
 from shardwise.plan.strategy import complete_strategy, parse_strategy
-from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
@@ -156,6 +156,11 @@ class PlanRequest(BaseModel):
     ] = None
     rounding: Annotated[
         Rounding | None, CommandOption(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
+    ] = None
+    fp8: Annotated[
+        Fp8Recipe | None,
+        CommandOption(help="Products of the blocks in fp8 by torchao: tensorwise or rowwise; default: none."),
+        Word(),
     ] = None
     virtual_stages: Annotated[
         int, CommandOption(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)

@@ -24,7 +24,7 @@ from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import framework_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
-from shardwise.cost.time.machine import Machine, Rates, machine_of
+from shardwise.cost.time.machine import FP8_SHARD_CAST_BYTES, Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
@@ -36,7 +36,7 @@ from shardwise.model.lora import without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, expert_dims
 from shardwise.plan.objective import Reference
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, gathers_fp8, products
 from shardwise.plan.program import Framework, ProgramTraits
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
@@ -105,7 +105,7 @@ def step_time(
     Raises:
         PlanError: the device's speed or a link's bandwidth is unknown.
     """
-    machine = machine_of(cluster, plan.precision, rates, calibration)
+    machine = machine_of(cluster, products(plan), rates, calibration)
     strategy = parse_strategy(plan.strategy)
     program = workload.program
     framework = framework_of(strategy, program.modules)
@@ -171,7 +171,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         tp=plan.dims.tp,
         cp=plan.dims.cp,
         micro=plan.sequences,
-        precision=plan.precision,
+        precision=products(plan),
         recompute=plan.recompute,
         compiled=workload.compiles(plan),
         attention=workload.program.attention or ("cudnn" if megatron else "flash"),
@@ -188,6 +188,8 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         capacity_factor=workload.capacity_factor,
         balanced_experts=workload.balanced_experts,
         weighs_early=framework != "shardwise",
+        recipe=plan.fp8,
+        gathers_fp8=gathers_fp8(plan),
     )
 
 
@@ -393,27 +395,29 @@ def _unit_traffic(
                 copy_backward_s=machine.memory_s(unit * time.elements + (width + 12.0 + add) * time.trainable),
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
+        cast = time.elements - time.in_fp8  # a product in fp8 casts the weight itself
         twice = 2.0 if split.recompute != "none" else 1.0
         return WireTime(
             reduce_s=reduce,
-            copy_forward_s=machine.memory_s(casts * time.elements),
-            copy_backward_s=machine.memory_s((twice - 1.0) * casts * time.elements + (casts + add) * time.trainable),
+            copy_forward_s=machine.memory_s(casts * cast),
+            copy_backward_s=machine.memory_s((twice - 1.0) * casts * cast + (casts + add) * time.trainable),
         )
     ranks = dims.dp_shard * dims.cp
-    gathered = min(width * time.elements, time.at_rest_bytes)
+    eighth = time.in_fp8 if split.gathers_fp8 else 0.0
+    gathered = min(width * time.elements, time.at_rest_bytes) - (width - 1) * eighth
     gather = machine.collective_s("all_gather", gathered, ranks, inner)
     reduce = machine.reduce_scatter_s(sent * time.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
         reduce += machine.collective_s("all_reduce", sent * time.trainable / ranks, dims.dp_replicate, outer)
-    copied = 2.0 * width if ranks > 1 else 0.0
+    copied = 2.0 * (width * time.elements - (width - 1) * eighth) if ranks > 1 else 0.0
+    copied += FP8_SHARD_CAST_BYTES * eighth / ranks
     return WireTime(
         gather_s=gather,
         reduce_s=reduce,
-        copy_forward_s=machine.memory_s(copied * time.elements),
+        copy_forward_s=machine.memory_s(copied),
         copy_backward_s=machine.memory_s(
-            (copied if base != "zero2" else 0.0) * time.elements
-            + (2.0 + sent + (4.0 if accumulates else 0.0)) * time.trainable
+            (copied if base != "zero2" else 0.0) + (2.0 + sent + (4.0 if accumulates else 0.0)) * time.trainable
         ),
     )
 

@@ -1,0 +1,35 @@
+"""Recipes of fp8 products: which are planned and run, and which weights of a block they convert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.model.profile import Unit, Weight
+
+RECIPES = ("tensorwise", "rowwise")
+"""Recipes that torchao's `convert_to_float8_training` has: one scale for a tensor, or one for each row and column."""
+
+_PROTOTYPE = "torchao trains with it only in torchao.prototype, and no published run says what it costs"
+UNPLANNED: dict[str, str] = {
+    "blockwise": f"unknown: {_PROTOTYPE} (blockwise_fp8_training)",
+    "mxfp8": f"unknown: {_PROTOTYPE} on a public model with FSDP2 alone (mx_formats)",
+    "nvfp4": "unknown: no source has the rate of 4-bit products in training, nor which layers keep 16 bits",
+}
+"""Recipes that are refused, each with the reason."""
+
+MULTIPLE = 16  # torch._scaled_mm: both sizes of the second operand (torchao/float8/config.py, pad_inner_dim)
+CAPABILITY = (8, 9)  # of the first GPUs with fp8 products: Ada
+
+
+def kept_wide(shape: Sequence[int]) -> str:
+    """Return why a block's weight of ``shape`` stays in 16 bits; empty where its product is converted."""
+    if len(shape) != 2:
+        return "no matrix"
+    if any(size % MULTIPLE for size in shape):
+        return f"a size that is no multiple of {MULTIPLE}"
+    return ""
+
+
+def in_fp8(unit: Unit, weight: Weight) -> bool:
+    """Return whether a recipe converts the product of a unit's weight."""
+    return unit.kind == "block" and not weight.experts and weight.itemsize >= 2 and not kept_wide(weight.shape)
