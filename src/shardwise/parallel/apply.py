@@ -11,7 +11,7 @@ The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DD
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, check_experts, expert_meshes, spread_experts
-from shardwise.parallel.fp8 import Converted, check_fp8, convert_unit, mark_fp8
+from shardwise.parallel.fp8 import Converted, check_fp8, convert_unit
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
@@ -95,7 +95,6 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     refuse_renorm(module, plan)
     check_experts(module, plan)
     converted = check_fp8(module, spec, plan, device)
-    mark_fp8(module, converted)
     decision = decide(module, spec, plan, sample)
     plan = with_stages(plan, decision.wiring)
     meshes = build_mesh(plan, dist.get_world_size())
@@ -147,8 +146,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    made = Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts)
-    return replace(made, fp8=converted)
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, None, experts, converted)
 
 
 def is_unwrapped(module: object) -> bool:

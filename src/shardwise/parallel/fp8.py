@@ -24,7 +24,7 @@ from shardwise.errors import ModelError, PlanError
 from shardwise.model.expert_layers import expert_layers
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
-from shardwise.plan.fp8_recipes import CAPABILITY, kept_wide
+from shardwise.plan.fp8_recipes import CAPABILITY, kept_wide, no_products
 from shardwise.plan.plan import Plan, gathers_fp8
 
 _MARK = "_shardwise_fp8"
@@ -44,7 +44,7 @@ class Converted:
 
 
 def check_fp8(module: nn.Module, spec: ModelSpec, plan: Plan, device: torch.device) -> Converted | None:
-    """Decide which layers of ``module`` are converted; ``None`` for a plan without fp8.
+    """Decide which layers of ``module`` are converted, and mark them for `convert_unit`; ``None`` without fp8.
 
     Raises:
         PlanError: this device has no fp8 products, or torchao is missing.
@@ -68,6 +68,9 @@ def check_fp8(module: nn.Module, spec: ModelSpec, plan: Plan, device: torch.devi
             f"fp8 = '{plan.fp8}' converts no layer: the model has no torch.nn.Linear in repeated blocks that it can "
             f"convert{f' ({kept})' if kept else ''}; leave fp8 out"
         )
+    for name, part in module.named_modules():
+        if clean_name(name) in found.layers:
+            setattr(part, _MARK, True)
     return found
 
 
@@ -75,15 +78,10 @@ def device_problem(plan: Plan, device: torch.device) -> str:
     """Return why ``device`` does not run the plan's fp8 products; empty if it does."""
     if plan.fp8_emulate:
         return ""
-    least = ".".join(map(str, CAPABILITY))
-    fix = "leave fp8 out, or set fp8_emulate = true for a test of correctness, which is slower than bf16"
     if device.type != "cuda":
-        return f"fp8 = '{plan.fp8}' needs a GPU of compute capability {least} or newer, and this is a CPU; {fix}"
+        return no_products(plan.fp8, "this is a CPU")
     if torch.version.hip is None and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
-        return (
-            f"fp8 = '{plan.fp8}' needs a GPU of compute capability {least} or newer, and "
-            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}; {fix}"
-        )
+        return no_products(plan.fp8, f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}")
     return ""
 
 
@@ -113,14 +111,6 @@ def decided(module: nn.Module, spec: ModelSpec) -> Converted:
 def _each_parameter(module: nn.Module) -> Iterator[nn.Parameter]:
     for part in module.modules():
         yield from (p for p in part._parameters.values() if p is not None)
-
-
-def mark_fp8(module: nn.Module, found: Converted | None) -> None:
-    """Remember at each layer that it is to be converted, for `convert_unit`."""
-    names = set() if found is None else set(found.layers)
-    for name, part in module.named_modules():
-        if clean_name(name) in names:
-            setattr(part, _MARK, True)
 
 
 def convert_unit(unit: nn.Module, plan: Plan) -> None:
@@ -160,9 +150,12 @@ def float8_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {clean_name(name): m for name, m in module.named_modules() if type(m).__name__ == "Float8Linear"}
 
 
-def agree_on_scales(module: nn.Module, plan: Plan) -> None:
-    """Compute the scales in which sharded weights are gathered; collective, for whenever weights have changed."""
-    if gathers_fp8(plan):
+def agree_on_scales(module: nn.Module) -> None:
+    """Compute the scales in which sharded weights are gathered, where they are gathered in fp8.
+
+    For whenever weights have changed: a scale of earlier weights would clip larger ones. Collective.
+    """
+    if gathered_scales(module):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(module)
@@ -171,7 +164,15 @@ def agree_on_scales(module: nn.Module, plan: Plan) -> None:
 def keep_scales(optimizer: Optimizer, module: nn.Module, plan: Plan) -> None:
     """Let each step of the optimizer end with the scales of the new weights."""
     if gathers_fp8(plan):
-        optimizer.register_step_post_hook(lambda *_: agree_on_scales(module, plan))
+        optimizer.register_step_post_hook(lambda *_: agree_on_scales(module))
+
+
+def forget_scales(module: nn.Module) -> None:
+    """Let the next gather of each weight compute its scale, for weights that changed without all ranks being here."""
+    for layer in float8_layers(module).values():
+        weight: Any = layer.weight
+        if isinstance(weight, DTensor) and hasattr(weight._local_tensor, "_precomputed_scale"):
+            weight._local_tensor._precomputed_scale = None
 
 
 def gathered_scales(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:

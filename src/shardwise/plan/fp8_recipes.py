@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.model.profile import Unit, Weight
+from shardwise.model.profile import Op, Unit, Weight
 
 RECIPES = ("tensorwise", "rowwise")
 """Recipes that torchao's `convert_to_float8_training` has: one scale for a tensor, or one for each row and column."""
@@ -28,6 +28,20 @@ def kept_wide(shape: Sequence[int]) -> str:
     if any(size % MULTIPLE for size in shape):
         return f"a size that is no multiple of {MULTIPLE}"
     return ""
+
+
+def no_products(recipe: str, what: str) -> str:
+    """Say that a device has no fp8 products; ``what`` it is."""
+    least = ".".join(map(str, CAPABILITY))
+    return (
+        f"fp8 = '{recipe}' needs a GPU of compute capability {least} or newer, and {what}; leave fp8 out, or set "
+        "fp8_emulate = true for a test of correctness, which is slower than bf16"
+    )
+
+
+def converts(op: Op) -> bool:
+    """Return whether a recipe converts an op of a block."""
+    return op.kind == "matmul" and op.weight and not op.experts and not kept_wide((op.n, op.k))
 
 
 def in_fp8(unit: Unit, weight: Weight) -> bool:

@@ -18,7 +18,7 @@ from shardwise.cost.memory.local_shapes import FP32, ShardLayout, UnitKey
 from shardwise.model.operations import autocast_copies
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.divisibility import kv_repeats
-from shardwise.plan.fp8_recipes import kept_wide
+from shardwise.plan.fp8_recipes import converts
 from shardwise.plan.plan import Recompute
 
 
@@ -209,7 +209,7 @@ def _op_bytes(op: Op, width: int, autocasts: bool, sharding: ActivationSharding,
     temporary = (
         0.0 if fused else (op.temporary * width + op.temporary_fp32 * FP32) / (sharding.cp * sharding.of_output(op))
     )
-    if sharding.casts and op.kind == "matmul" and op.weight and not op.experts and not kept_wide((op.n, op.k)):
+    if sharding.casts and converts(op):
         temporary += _cast_bytes(op, compiled=compiled) / sharding.cp
     if sharding.exchanges and op.kind == "attention":
         kept, moment = _exchanged(op, width, sharding)

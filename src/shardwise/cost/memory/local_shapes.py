@@ -8,7 +8,7 @@ far. Tensor parallel shards ``Weight.tp_dim`` first, into chunks of ``ceil(size 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -472,17 +472,11 @@ def _unit_weights(
     for size, (w, _, rest, _) in zip(held, carried, strict=True):
         kinds[bool(w.experts)] += math.ceil(rest * size)
     kept = sum(kinds)
-    casts, gathers = fp8
-    narrow = [casts and in_fp8(same.unit, w) for w in weights]
-    widths = [
-        1 if gathers and one else min(w.itemsize - w.scales, wide) for w, one in zip(weights, narrow, strict=True)
-    ]
-    sent = [math.ceil(padded * width) for (_, _, _, padded), width in zip(both, widths, strict=True)]
+    narrow = [fp8[0] and in_fp8(same.unit, w) for w in weights]
+    each_sent = [1 if fp8[1] and n else min(w.itemsize - w.scales, wide) for w, n in zip(weights, narrow, strict=True)]
+    sent = [math.ceil(row[3] * size) for row, size in zip(both, each_sent, strict=True)]
     scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
     cast = not shards and wide < types.stored and same.unit.kind != "embedding"
-    copied = sum(  # a product in fp8 casts the weight itself
-        n for (w, n, _, _), one in zip(both, narrow, strict=True) if len(w.shape) > 1 and w.itemsize > wide and not one
-    )
     read = sum(op.k * op.n for op in same.unit.ops if op.kind == "matmul" and op.weight)
     tied = max(0, read - sum(w.num_elements for w in weights)) if same.unit.kind == "head" else 0
     return UnitWeights(
@@ -499,10 +493,16 @@ def _unit_weights(
         waiting=sum(n * types.reduced for _, n, _, _ in carried),
         reduce_in=sum(padded * types.reduced for _, _, _, padded in carried),
         reduce_out=kept,
-        copies=(copied + tied) * wide if cast else 0,
+        copies=(_copied(both, narrow, wide) + tied) * wide if cast else 0,
         exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.unit, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
     )
+
+
+def _copied(rows: Sequence[tuple[Weight, int, int, int]], in_fp8: Sequence[bool], wide: int) -> int:
+    """Elements of weights that autocast copies; a product in fp8 casts its weight itself."""
+    pairs = zip(rows, in_fp8, strict=True)
+    return sum(n for (w, n, _, _), fp8 in pairs if len(w.shape) > 1 and w.itemsize > wide and not fp8)
 
 
 def _merged(sizes: Iterable[int]) -> tuple[int, ...]:

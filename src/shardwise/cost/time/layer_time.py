@@ -14,7 +14,7 @@ from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.machine import FP8_EAGER_LAUNCHES, FP8_ROWWISE, Machine, larger
 from shardwise.model.profile import Op, Unit, Weight
-from shardwise.plan.fp8_recipes import in_fp8, kept_wide
+from shardwise.plan.fp8_recipes import converts, in_fp8
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.tensor_types import Fp8Recipe
 from shardwise.plan.traffic import REPEATED_DISPATCHES
@@ -117,7 +117,6 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     forward = backward = recompute = 0.0
     cp_forward = cp_backward = cp_recompute = 0.0
     launches = recompute_launches = 0.0
-    casts_ahead = casts_back = 0
     for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
         ahead, back = op_s(machine, unit, op, split)
         forward += ahead
@@ -126,8 +125,6 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         if repeated:
             recompute += ahead
             recompute_launches += op.launches
-        here, later = _cast_launches(unit, op, split)
-        casts_ahead, casts_back = casts_ahead + here, casts_back + later + (here if repeated else 0)
         if split.cp > 1 and op.kind == "attention":
             there, home = ring_s(machine, op, split, ahead, back) if split.ring else exchange_s(machine, op, split)
             cp_forward, cp_backward = cp_forward + there, cp_backward + home
@@ -150,6 +147,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
     )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
+    casts = _cast_launches(unit, split)
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
@@ -160,10 +158,10 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
         cp_recompute_s=cp_recompute,
-        host_forward_s=host * launches + calls + casts_ahead * machine.launch_s(),
+        host_forward_s=host * launches + calls + casts[0] * machine.launch_s(),
         host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
         + calls * (2.0 if recompute else 1.0)
-        + casts_back * machine.launch_s(),
+        + casts[1] * machine.launch_s(),
         elements=weights,
         trainable=trainable,
         at_rest_bytes=at_rest,
@@ -228,9 +226,9 @@ def _recipe_s(
     output's gradient, once for each of two products (compiled code shares it where the scale is one for the tensor),
     weight and input. What torchao does not convert stays in bf16.
     """
-    if op.kind != "matmul" or not op.weight or op.experts or kept_wide((op.n, op.k)):
-        if op.experts:
-            return _experts_s(machine, op, depth, columns, split, "bf16")
+    if op.experts:
+        return _experts_s(machine, op, depth, columns, split, "bf16")
+    if not converts(op):
         return _products_s(machine, op, rows, depth, columns, "bf16")
     ahead, back = _products_s(machine, op, rows, depth, columns, "fp8")
     slower = FP8_ROWWISE if split.recipe == "rowwise" else 1.0
@@ -242,14 +240,17 @@ def _recipe_s(
     )
 
 
-def _cast_launches(unit: Unit, op: Op, split: WorkSplit) -> tuple[int, int]:
-    """Kernels of the eager casts around one product, forward and backward."""
-    if split.recipe == "none" or split.compiled or unit.kind != "block" or op.kind != "matmul" or not op.weight:
+def _cast_launches(unit: Unit, split: WorkSplit) -> tuple[int, int]:
+    """Kernels of the eager casts around a unit's products, forward and backward."""
+    if split.recipe == "none" or split.compiled or unit.kind != "block":
         return 0, 0
-    if op.experts or kept_wide((op.n, op.k)):
-        return 0, 0
-    weight = 0 if split.gathers_fp8 else 1
-    return FP8_EAGER_LAUNCHES * (1 + weight), FP8_EAGER_LAUNCHES * (3 + weight)
+    ahead = back = 0
+    for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
+        if converts(op):
+            weight = 0 if split.gathers_fp8 else 1
+            ahead += 1 + weight
+            back += 3 + weight + (1 + weight) * repeated
+    return ahead * FP8_EAGER_LAUNCHES, back * FP8_EAGER_LAUNCHES
 
 
 def _convolution_s(

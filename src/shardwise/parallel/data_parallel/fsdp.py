@@ -54,7 +54,7 @@ def apply_shard(
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
     overlap_over_gloo(module, plan, mesh)
-    agree_on_scales(module, plan)
+    agree_on_scales(module)
     return module
 
 
