@@ -94,7 +94,7 @@ def decided(module: nn.Module, spec: ModelSpec) -> Converted:
         name = clean_name(name)
         reason = kept_wide(part.weight.shape)
         if not any(name.startswith(f"{block}.") for block in spec.blocks):
-            reason = "outside of the blocks"
+            reason = "as a block itself" if name in spec.blocks else "outside of the blocks"
         elif type(part) is not nn.Linear:
             reason = f"of type {type(part).__name__}"
         elif uses[id(part.weight)] > 1:

@@ -9,11 +9,11 @@ from shardwise.model.profile import Op, Unit, Weight
 RECIPES = ("tensorwise", "rowwise")
 """Recipes that torchao's `convert_to_float8_training` has: one scale for a tensor, or one for each row and column."""
 
-_PROTOTYPE = "torchao trains with it only in torchao.prototype, and no published run says what it costs"
+_UNKNOWN = "what a step costs with it is unknown: no published run that predictions are compared with uses it"
 UNPLANNED: dict[str, str] = {
-    "blockwise": f"unknown: {_PROTOTYPE} (blockwise_fp8_training)",
-    "mxfp8": f"unknown: {_PROTOTYPE} on a public model with FSDP2 alone (mx_formats)",
-    "nvfp4": "unknown: no source has the rate of 4-bit products in training, nor which layers keep 16 bits",
+    "blockwise": f"{_UNKNOWN}, and torchao trains with it in a prototype only (prototype.blockwise_fp8_training)",
+    "mxfp8": f"{_UNKNOWN}, and torchao trains with it in a prototype only (prototype.moe_training)",
+    "nvfp4": f"{_UNKNOWN}, and torchao trains with it in a prototype only (prototype.moe_training.nvfp4_training)",
 }
 """Recipes that are refused, each with the reason."""
 
@@ -24,9 +24,9 @@ CAPABILITY = (8, 9)  # of the first GPUs with fp8 products: Ada
 def kept_wide(shape: Sequence[int]) -> str:
     """Return why a block's weight of ``shape`` stays in 16 bits; empty where its product is converted."""
     if len(shape) != 2:
-        return "no matrix"
+        return "of other than two dimensions"
     if any(size % MULTIPLE for size in shape):
-        return f"a size that is no multiple of {MULTIPLE}"
+        return f"of a size that is no multiple of {MULTIPLE}"
     return ""
 
 
