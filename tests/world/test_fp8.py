@@ -46,11 +46,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, blocks: int = 2) -> None:
+    def __init__(self, vocab: int = VOCAB) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        self.embed = nn.Embedding(vocab, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, vocab)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)

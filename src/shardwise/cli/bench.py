@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.arguments import Against, Bubble, ConfigPath, Json, Nproc, Overrides, SamplesFolder
+from shardwise.cli.arguments import Against, Bubble, ConfigPath, Fp8Probe, Json, Nproc, Overrides, SamplesFolder
 from shardwise.cli.train import chosen, threads
 from shardwise.environment import rendezvous
 from shardwise.errors import UserError
@@ -41,6 +41,7 @@ def run_bench_step(
     nproc: Nproc = None,
     bubble: Bubble = None,
     against: Against = None,
+    fp8: Fp8Probe = False,
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
@@ -49,6 +50,13 @@ def run_bench_step(
     Raises:
         UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
+    if fp8:
+        from shardwise.cli.bench_fp8 import bench_fp8
+
+        if against is not None or bubble or strategies:
+            raise UserError("--fp8 compares the config's own plan with bf16; leave --against, --bubble, --strategy out")
+        bench_fp8(config_file, chosen(overrides, nproc=nproc), steps, output, as_json=as_json)
+        return
     if against is not None:
         if bubble:
             raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")

@@ -34,6 +34,7 @@ def fp8_lines(session: Session, recorder: StepRecorder) -> Iterator[Line]:
         yield _same("layers that multiply in fp8", str(planned), str(len(recorder.fp8_layers)))
     if gathers_fp8(plan):
         yield _scale_line(session, planned)
+    yield Line(name="fp8 against bf16", planned="by bench step --fp8", found="not measured in this run", ok=None)
 
 
 def gathered_in_fp8(session: Session) -> frozenset[str]:
