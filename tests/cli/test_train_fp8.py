@@ -47,7 +47,7 @@ def test_the_probe_times_both_on_ranks_that_have_fp8_and_says_so_where_they_do_n
     changes: Any = {"model": MODEL, "train": {"steps": 3}, "parallel": EMULATED | {"strategy": "ddp", "nproc": 2}}
     file = configs.write_config(tmp_path, **changes)
     task = Fp8Task(job=prepare_job(read_config(file), lambda text: None).job)
-    found = run_world(probed, 2, task.model_dump_json())
+    found = run_world(probed, 2, task.model_dump_json(by_alias=True, exclude_unset=True))
     samples = Fp8Samples(**found[0]["samples"])
     assert len(samples.fp8_s) == len(samples.bf16_s) == 3 and samples.recipe == "tensorwise"
     done = shardwise("bench", "step", str(file), "--fp8", "--output", str(tmp_path))

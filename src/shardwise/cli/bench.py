@@ -50,20 +50,19 @@ def run_bench_step(
     Raises:
         UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
+    words = chosen(overrides, nproc=nproc)
     if fp8:
         from shardwise.cli.bench_fp8 import bench_fp8
 
         if against is not None or bubble or strategies:
             raise UserError("--fp8 compares the config's own plan with bf16; leave --against, --bubble, --strategy out")
-        bench_fp8(config_file, chosen(overrides, nproc=nproc), steps, output, as_json=as_json)
-        return
+        return bench_fp8(config_file, words, steps, output, as_json=as_json)
     if against is not None:
-        if bubble:
-            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
         from shardwise.cli.bench_against import bench_against
 
-        bench_against(config_file, chosen(overrides, nproc=nproc), against, strategies, steps, output, as_json=as_json)
-        return
+        if bubble:
+            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
+        return bench_against(config_file, words, against, strategies, steps, output, as_json=as_json)
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples, check_comparable
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
@@ -71,7 +70,6 @@ def run_bench_step(
     from shardwise.train.config import read_config
     from shardwise.train.config_tasks import refuse_other_tasks
 
-    words = chosen(overrides, nproc=nproc)
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])

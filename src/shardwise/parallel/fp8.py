@@ -24,7 +24,7 @@ from shardwise.errors import ModelError, PlanError
 from shardwise.model.expert_layers import expert_layers
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
-from shardwise.plan.fp8_recipes import CAPABILITY, kept_wide, no_products
+from shardwise.plan.fp8_recipes import CAPABILITY, MULTIPLE, kept_wide, no_products
 from shardwise.plan.plan import Plan, gathers_fp8
 
 _MARK = "_shardwise_fp8"
@@ -126,7 +126,11 @@ def convert_unit(unit: nn.Module, plan: Plan) -> None:
 
 
 def config_of(plan: Plan) -> Any:
-    """Return torchao's configuration of a plan's recipe."""
+    """Return torchao's configuration of a plan's recipe.
+
+    The weight gradient contracts over tokens, of which ``torch._scaled_mm`` takes a multiple of 16: others are padded,
+    which copies operands.
+    """
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig
@@ -135,6 +139,7 @@ def config_of(plan: Plan) -> Any:
         Float8LinearConfig.from_recipe_name(plan.fp8),
         enable_fsdp_float8_all_gather=gathers_fp8(plan),
         emulate=plan.fp8_emulate,
+        pad_inner_dim=plan.seq_len is None or plan.seq_len % MULTIPLE != 0,
     )
 
 
