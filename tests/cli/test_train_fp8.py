@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def test_a_run_is_planned_trained_and_judged(tmp_path: Path, strategy: str) -> N
     assert found["layers that multiply in fp8"] == ("4", True)
     assert ("scales of weights gathered in fp8" in found) == (strategy == "fsdp")
     assert found["fp8 against bf16"] == ("not measured in this run", None)
+
+
+def test_a_config_is_planned_with_its_recipe_and_not_proven(tmp_path: Path) -> None:
+    parallel: Any = EMULATED | {"strategy": "fsdp", "reduce": "compute"}
+    words = ["plan", str(configs.write_config(tmp_path, model=MODEL, parallel=parallel)), "--cluster", "2xH100-SXM"]
+    (only,) = json.loads(shardwise(*words, "--json").stdout)["candidates"]
+    assert (only["fp8"], only["reduce"], only["runnable"]) == ("tensorwise", "compute", True)
+    done = shardwise(*words, "--prove", exit_code=2)
+    assert "fp8 = 'tensorwise' is emulated with fp32 copies that no GPU makes; leave fp8 out" in done.stderr
 
 
 def probed(task: str) -> Any:
