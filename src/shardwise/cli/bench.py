@@ -54,9 +54,8 @@ def run_bench_step(
     if fp8:
         from shardwise.cli.bench_fp8 import bench_fp8
 
-        if against is not None or bubble or strategies:
-            raise UserError("--fp8 compares the config's own plan with bf16; leave --against, --bubble, --strategy out")
-        return bench_fp8(config_file, words, steps, output, as_json=as_json)
+        alone = against is None and not bubble and not strategies
+        return bench_fp8(config_file, words, steps, output, alone=alone, as_json=as_json)
     if against is not None:
         from shardwise.cli.bench_against import bench_against
 
@@ -85,10 +84,8 @@ def run_bench_step(
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
         job = prepared.job
         task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble is not False)
-        world = job.plan.dims.world_size
-        raw = on_ranks(
-            "shardwise.bench.step.step_ranks:time_steps", task, world, device=job.plan.device, threads=threads(job)
-        )[0]
+        work = "shardwise.bench.step.step_ranks:time_steps"
+        raw = on_ranks(work, task, job.plan.dims.world_size, device=job.plan.device, threads=threads(job))[0]
     samples = [StepSamples(**item) for item in raw["samples"]]
     bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
     console.print(ratio_table(samples))

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from shardwise.bench.step.fp8_probe import NOT_HERE, Fp8Samples, Fp8Task, probed_plan
 from shardwise.cli.train import threads
+from shardwise.errors import UserError
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.run.job import prepare_job
 from shardwise.train.config import read_config
@@ -18,14 +19,16 @@ from shardwise.train.config_tasks import refuse_other_tasks
 WORK = "shardwise.bench.step.fp8_probe:time_fp8"
 
 
-def bench_fp8(config_file: Path, words: list[str], steps: int, output: Path, *, as_json: bool) -> None:
+def bench_fp8(config_file: Path, words: list[str], steps: int, output: Path, *, alone: bool, as_json: bool) -> None:
     """Measure ``steps`` steps of each, print which is faster, and keep the samples.
 
-    Ranks whose products are emulated are not measured.
+    Ranks whose products are emulated are not measured. ``alone``: nothing else is asked for.
 
     Raises:
-        UserError: the config has no recipe, or one that is not run here.
+        UserError: the config has no recipe, or one that is not run here, or more is asked for.
     """
+    if not alone:
+        raise UserError("--fp8 compares the config's own plan with bf16; leave --against, --bubble, --strategy out")
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])

@@ -46,8 +46,8 @@ def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, cons
         )
     if plan.fp8 != "none":
         raise UserError(
-            f"--prove runs on tensors of a CPU, where fp8 = '{plan.fp8}' is emulated with fp32 copies that no GPU makes; "
-            "leave fp8 out"
+            f"--prove runs on tensors of a CPU, where fp8 = '{plan.fp8}' is emulated with fp32 copies that no GPU "
+            "makes; leave fp8 out"
         )
     if not candidate.runnable:
         raise UserError(
