@@ -45,6 +45,7 @@ def test_a_config_is_planned_with_its_recipe_and_not_proven(tmp_path: Path) -> N
     words = ["plan", str(configs.write_config(tmp_path, model=MODEL, parallel=parallel)), "--cluster", "2xH100-SXM"]
     (only,) = json.loads(shardwise(*words, "--json").stdout)["candidates"]
     assert (only["fp8"], only["reduce"], only["runnable"]) == ("tensorwise", "compute", True)
+    assert "in bf16 and fp8 products (tensorwise)" in shardwise(*words).stdout
     done = shardwise(*words, "--prove", exit_code=2)
     assert "fp8 = 'tensorwise' is emulated with fp32 copies that no GPU makes; leave fp8 out" in done.stderr
 
