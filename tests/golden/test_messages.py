@@ -120,6 +120,23 @@ OVERRIDES: dict[str, list[str]] = {
     "ddp: a bucket of nothing": ["parallel.strategy=ddp", "parallel.bucket_cap_mb=0"],
     "nothing fits": ["data.seq_len=16000000"],
     "gpu without a gpu": ["parallel.device=cuda"],
+    "fp8 on a cpu": ["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=tensorwise"],
+    "fp8 with axes that split the model": [
+        *["parallel.strategy=fsdp+tp2", "parallel.precision=bf16", "parallel.fp8=rowwise", "parallel.fp8_emulate=true"],
+    ],
+    "fp8 in fp32": ["parallel.strategy=ddp", "parallel.precision=fp32", "parallel.fp8=rowwise"],
+    "fp8 of bf16 weights": [
+        *["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=rowwise", "parallel.weights=compute"],
+    ],
+    "fp8 in blocks": ["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=blockwise"],
+    "fp8 in microscaling format": [
+        *["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=mxfp8"],
+    ],
+    "fp4": ["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=nvfp4"],
+    "fp8 of a word that is none": ["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=tensor"],
+    "fp8 of a model without such layers": [
+        *["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=rowwise", "parallel.fp8_emulate=true"],
+    ],
     "config of a model is missing": [NO_SOURCE, "model.config=nowhere"],
 }
 
@@ -212,6 +229,12 @@ PLANS = {
     "plan on an unknown gpu": ["gpt2", "--cluster", "8xA100-80BG"],
     "plan on an unknown link": ["gpt2", "--cluster", "4xRTX4090@nvlnk"],
     "plan on a cluster that is no cluster": ["gpt2", "--cluster", "eight"],
+    "plan of fp8 on GPUs without": ["gpt2", *PLAN, "--fp8", "tensorwise"],
+    "plan of fp8 in blocks": ["gpt2", "--cluster", "8xH100", *PLAN[2:], "--fp8", "blockwise"],
+    "plan of fp8 in fp32": ["gpt2", "--cluster", "8xH100", *PLAN[2:], "--fp8", "rowwise", "--precision", "fp32"],
+    "plan of another program's fp8": [
+        *["gpt2", "--cluster", "8xH100", *PLAN[2:], "--fp8", "tensorwise", "--program", "megatron"],
+    ],
     "plan with an unknown strategy": ["gpt2", *PLAN, "--strategy", "fsdb+tp2"],
     "plan with degrees that do not divide": ["gpt2", *PLAN, "--strategy", "fsdp+tp5+pp13"],
     "plan with a batch that does not divide": ["gpt2", *PLAN[:-1], "60", "--strategy", "fsdp"],
@@ -395,7 +418,7 @@ def run_case(name: str, shared: Path, folder: Path) -> dict[str, Any]:
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(mock.patch.object(sys, "argv", ["shardwise", *words]))
         stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
-        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "PYTHONPATH": str(ROOT)}))
+        stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}))
         stack.enter_context(mock.patch("psutil.virtual_memory", lambda: types.SimpleNamespace(total=HOST_BYTES)))
         stack.enter_context(mock.patch("shardwise.hardware.cluster._nvml_devices", list))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

@@ -125,6 +125,8 @@ class TestRoundTrip:
             "accumulate": plan_of("fsdp", weights="masters", accumulate="compute"),
             "reduce": plan_of("fsdp", reduce="compute"),
             "rounding": plan_of("fsdp", weights="compute", rounding="kahan"),
+            "fp8": plan_of("fsdp", fp8="rowwise"),
+            "fp8_emulate": plan_of("fsdp", fp8="rowwise", fp8_emulate=True),
         }
         assert set(others) | set(refused) | NOT_COMPARED == set(Plan.model_fields), (
             "a new field: say what becomes of it"

@@ -72,8 +72,9 @@ def test_plans_of_one_key_need_the_same_bytes(strategy, options, program):
 
 OF_PROFILE = {"seq_len", "adapter", "lora_rank", "lora_targets", "lora_dropout", "lora_dora", "double_quant"}
 OF_PROFILE |= {"modules_to_save", "document_len"}
-NO_BYTES = {"schema_version", "reason", "tp_styles", "global_batch", "tokens", "micro_batch", "program"}
-"""Sequences count in place of ``micro_batch``, the workload's program in place of the plan's."""
+NO_BYTES = {"schema_version", "reason", "tp_styles", "global_batch", "tokens", "micro_batch", "program", "fp8_emulate"}
+"""Sequences count in place of ``micro_batch``, the workload's program in place of the plan's. What emulates fp8 is not
+planned."""
 OF_PLAN = {"objective", "activation_bytes", "logits_bytes", "parameter_groups"}
 """The plan has the objective; what was measured on a live model counts in `estimate_memory`, which keeps nothing."""
 

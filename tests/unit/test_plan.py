@@ -59,6 +59,8 @@ OTHERS = {
     "accumulate": "compute",
     "reduce": "compute",
     "rounding": "kahan",
+    "fp8": "rowwise",
+    "fp8_emulate": True,
     "program": "megatron",
     "reason": "",
 }

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.boxes import Box as Box
+from shardwise.distributed.local_tensor import stored
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.lora.adapters import adapters_of
@@ -140,7 +141,7 @@ def engine_of(optimizer: Optimizer) -> Optimizer:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local elements, sharing storage with ``tensor``."""
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return stored(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
 
 
 def box_of(tensor: torch.Tensor) -> Box:

@@ -40,6 +40,7 @@ from shardwise.checkpoint.shard_files import (
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.distributed.local_tensor import empty_beside
 from shardwise.errors import CheckpointError, CheckpointMismatch
+from shardwise.parallel.fp8 import agree_on_scales
 from shardwise.parallel.ownership import StageOwnership
 
 # they select the implementation, not the algorithm: the live optimizer's values are kept
@@ -117,6 +118,7 @@ def load_checkpoint(
     rest = _unseen(work) if verify else []
     exchange.together(lambda: _fill(path, optimizer, work, rest, verify))
     _report_inexact(work)
+    agree_on_scales(model)
     return work.manifest
 
 

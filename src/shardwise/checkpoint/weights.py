@@ -22,6 +22,7 @@ from shardwise.checkpoint.shard_files import BUFFER, in_threads
 from shardwise.checkpoint.storage.local_storage import Folder
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.model.read import clean_name
+from shardwise.parallel.fp8 import forget_scales
 from shardwise.parallel.lora.adapters import adapters_of
 
 _PREFIX = "model/"
@@ -58,6 +59,7 @@ def load_weights(
             _fill(job[0].tensor, job[1], opened)
 
         in_threads(fill, jobs)
+    forget_scales(model)
 
 
 def check_hashes(source: Source, *, collective: bool) -> None:

@@ -33,6 +33,10 @@ Bubble = Annotated[
         show_default=False,
     ),
 ]
+Fp8Probe = Annotated[
+    bool,
+    typer.Option("--fp8", help="Time the config's parallel.fp8 beside bf16: is it faster here? 20 steps tell."),
+]
 SamplesFolder = Annotated[Path, typer.Option("--output", help="Folder for raw samples and the plot.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks on this machine.", min=1)]
 Json = Annotated[

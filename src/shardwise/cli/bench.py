@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.arguments import Against, Bubble, ConfigPath, Json, Nproc, Overrides, SamplesFolder
+from shardwise.cli.arguments import Against, Bubble, ConfigPath, Fp8Probe, Json, Nproc, Overrides, SamplesFolder
 from shardwise.cli.train import chosen, threads
 from shardwise.environment import rendezvous
 from shardwise.errors import UserError
@@ -42,6 +42,7 @@ def run_bench_step(
     nproc: Nproc = None,
     bubble: Bubble = None,
     against: Against = None,
+    fp8: Fp8Probe = False,
     output: SamplesFolder = Path("benchmarks"),
     as_json: Json = False,
 ) -> None:
@@ -50,13 +51,18 @@ def run_bench_step(
     Raises:
         UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
+    words = chosen(overrides, nproc=nproc)
+    if fp8:
+        from shardwise.cli.bench_fp8 import bench_fp8
+
+        alone = against is None and not bubble and not strategies
+        return bench_fp8(config_file, words, steps, output, alone=alone, as_json=as_json)
     if against is not None:
-        if bubble:
-            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
         from shardwise.cli.bench_against import bench_against
 
-        bench_against(config_file, chosen(overrides, nproc=nproc), against, strategies, steps, output, as_json=as_json)
-        return
+        if bubble:
+            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
+        return bench_against(config_file, words, against, strategies, steps, output, as_json=as_json)
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples, check_comparable
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
@@ -64,7 +70,6 @@ def run_bench_step(
     from shardwise.train.config import read_config
     from shardwise.train.config_tasks import refuse_other_tasks
 
-    words = chosen(overrides, nproc=nproc)
     console = Console(stderr=as_json, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
@@ -80,10 +85,8 @@ def run_bench_step(
         console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
         job = prepared.job
         task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble is not False)
-        world = job.plan.dims.world_size
-        raw = on_ranks(
-            "shardwise.bench.step.step_ranks:time_steps", task, world, device=job.plan.device, threads=threads(job)
-        )[0]
+        work = "shardwise.bench.step.step_ranks:time_steps"
+        raw = on_ranks(work, task, job.plan.dims.world_size, device=job.plan.device, threads=threads(job))[0]
     samples = [StepSamples(**item) for item in raw["samples"]]
     bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
     console.print(ratio_table(samples))

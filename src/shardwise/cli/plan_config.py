@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.tensor_types import TYPE_FIELDS
 from shardwise.search.plan_request import is_config
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "lora_rank": lora.rank if has_adapters else None,
         "lora_targets": ",".join(lora.targets) if has_adapters and lora.targets != ["all-linear"] else None,
     }
+    found |= {name: getattr(parallel, name) for name in TYPE_FIELDS if name in parallel.model_fields_set}
     filled = dict(words) | {key: value for key, value in found.items() if words[key] is None}
     usual = {"optimizer": ("adamw", config.optimizer.name), "compiled": (False, parallel.compile)}
     usual |= {"loss_chunks": (1, train.loss_chunks), "optimizer_in_backward": (False, config.optimizer.in_backward)}

@@ -44,6 +44,11 @@ def prove_candidate(model: str, request: PlanRequest, candidate: Candidate, cons
         raise UserError(
             f"--prove runs this version's own program, which has no {' and no '.join(ignored)}; leave one of them out"
         )
+    if plan.fp8 != "none":
+        raise UserError(
+            f"--prove runs on tensors of a CPU, where fp8 = '{plan.fp8}' is emulated with fp32 copies that no GPU "
+            "makes; leave fp8 out"
+        )
     if not candidate.runnable:
         raise UserError(
             "--prove runs the plan's own program, and this version plans "

@@ -12,7 +12,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local elements, sharing storage with ``tensor``."""
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return stored(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory of a local ``tensor``: torchao's have it inside, as their first part."""
+    if not type(tensor).__module__.startswith("torchao."):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: torch.Tensor = getattr(tensor, names[0])
+    return inner
 
 
 def empty_beside(parameter: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

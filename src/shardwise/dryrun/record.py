@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.cost.memory.allocator import CachingAllocator
 from shardwise.cost.memory.estimate import CATEGORIES
 from shardwise.distributed import exchange
+from shardwise.distributed.local_tensor import stored
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +148,7 @@ class StorageRecorder:
     def name(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Set the category of these tensors; new ones are counted from now on."""
         for tensor in tensors:
-            inner = getattr(tensor, "_local_tensor", tensor)
+            inner = stored(getattr(tensor, "_local_tensor", tensor))
             if inner.device.type == "meta":
                 continue
             storage = inner.untyped_storage()
@@ -156,7 +157,7 @@ class StorageRecorder:
 
     def category_of(self, tensor: torch.Tensor) -> str | None:
         """Return the category of a tensor's storage, if set."""
-        found = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+        found = self._live.get(stored(getattr(tensor, "_local_tensor", tensor)).untyped_storage()._cdata)
         return None if found is None else self._names.get(found[0])
 
     def live_since(self, number: int) -> list[int]:

@@ -80,6 +80,7 @@ class CollectiveRecorder(TorchDispatchMode):
         self.collectives: list[Collective] = []
         self.matmul_dtypes: set[str] = set()
         self.weight_dtypes: set[str] = set()  # of matrix products with a parameter, or a view of one, as operand
+        self.fp8_products = 0
         self.looker: Callable[[Any, Any], None] | None = None  # called with each operator and its result
         self._phase = phase
         self._axes = axes
@@ -107,6 +108,7 @@ class CollectiveRecorder(TorchDispatchMode):
         elif func.namespace == "aten" and name in _MATMULS and self._phase() in ("forward", "backward"):
             dtype = dtype_name(args[-1].dtype)
             self.matmul_dtypes.add(dtype)
+            self.fp8_products += all(type(operand).__name__ == "Float8TrainingTensor" for operand in args[-2:])
             if dtype not in self.weight_dtypes and any(_is_weight(operand) for operand in args[-2:]):
                 self.weight_dtypes.add(dtype)
         made = func(*args, **(kwargs or {}))

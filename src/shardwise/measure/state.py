@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardwise.distributed.local_tensor import stored
 from shardwise.model.read import dtype_name
 from shardwise.parallel.engines.engine import Engine
 
@@ -54,7 +55,7 @@ class Measurement(BaseModel):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return stored(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:

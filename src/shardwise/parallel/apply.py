@@ -1,7 +1,8 @@
 """Apply a plan to a live module: every step, in order, on this page.
 
 check → adapters → types at rest → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel →
-loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
+loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → fp8 layers → FSDP2 or
+DDP → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -34,6 +35,7 @@ from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
 from shardwise.parallel.engines.engine import Engine
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, check_experts, expert_meshes, spread_experts
+from shardwise.parallel.fp8 import Converted, check_fp8, convert_unit
 from shardwise.parallel.lora.adapters import Adapters, adapters_of, add_adapters, quantized_spec
 from shardwise.parallel.materialize import Fill, make_contiguous, materialize_unit, send_what_ddp_cannot
 from shardwise.parallel.ownership import ownership_of
@@ -66,6 +68,7 @@ class Applied:
     decision: Decision | None = None
     engine: Engine | None = None
     experts: ExpertMeshes | None = None
+    fp8: Converted | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
@@ -91,6 +94,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     check_model(spec, plan)
     refuse_renorm(module, plan)
     check_experts(module, plan)
+    converted = check_fp8(module, spec, plan, device)
     decision = decide(module, spec, plan, sample)
     plan = with_stages(plan, decision.wiring)
     meshes = build_mesh(plan, dist.get_world_size())
@@ -133,6 +137,8 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
             materialize_unit(block, device, fill)
         materialize_unit(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
         send_what_ddp_cannot(module)
+        for block in blocks.values():
+            convert_unit(block, plan)
         if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
             make_contiguous(module, gaps_only=True)
         outer = apply_replicate(module, spec, plan, dist.get_world_size(), device)
@@ -140,7 +146,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts)
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, None, experts, converted)
 
 
 def is_unwrapped(module: object) -> bool:

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.dims import ParallelDims, spread_problem
+from shardwise.plan.fp8_recipes import RECIPES, UNPLANNED
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import RUN_BY, SEQUENCES, Objective, Reference, reference_of
 from shardwise.plan.parallel_options import (
@@ -24,11 +25,19 @@ from shardwise.plan.parallel_options import (
     without_effect,
 )
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
-from shardwise.plan.tensor_types import BARE_STRATEGIES, WEIGHT_WORDS, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import (
+    BARE_STRATEGIES,
+    TYPE_FIELDS,
+    WEIGHT_WORDS,
+    Fp8Recipe,
+    GradientType,
+    Rounding,
+    WeightType,
+)
 from shardwise.units import counted
 
 RunPrecision = Literal["fp32", "bf16", "fp16"]
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8 matrix products are planned, not run
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]  # fp8: of other programs; a recipe of this one is `Plan.fp8`
 Recompute = Literal["none", "selective", "full"]
 DeviceType = Literal["cpu", "cuda"]
 
@@ -46,6 +55,8 @@ class Plan(StepOptions, ParallelOptions):
     it, the split and the receipt read it. ``reason`` is why this plan was chosen: like ``nvme_path`` it is not part of
     the fingerprint. Under ``objective`` dpo a sample is a pair of sequences. ``weights``, ``accumulate`` and ``reduce``
     are types of tensors beside the compute type (`plan.tensor_types`); `unrun_types` tells which are only planned.
+    ``fp8`` is torchao's recipe for the products of the blocks, and ``fp8_emulate`` computes them in fp32 on operands
+    that were rounded to fp8, for devices without such products.
     ``program`` is the one whose costs were predicted (`plan.program`).
     """
 
@@ -67,6 +78,8 @@ class Plan(StepOptions, ParallelOptions):
     accumulate: GradientType = "fp32"
     reduce: GradientType = "fp32"
     rounding: Rounding = "nearest"
+    fp8: Fp8Recipe = "none"
+    fp8_emulate: bool = False
     program: str = "shardwise"
     reason: str = ""
 
@@ -142,8 +155,8 @@ class Plan(StepOptions, ParallelOptions):
         return self.model_dump_json(by_alias=True)
 
 
-TYPE_DEFAULTS: dict[str, str] = {
-    name: Plan.model_fields[name].default for name in ("weights", "accumulate", "reduce", "rounding", "program")
+TYPE_DEFAULTS: dict[str, Any] = {
+    name: Plan.model_fields[name].default for name in (*TYPE_FIELDS, "fp8_emulate", "program")
 }
 """Fields newer than the first plans, which most plans do not change."""
 
@@ -154,7 +167,8 @@ def type_words(plan: Plan) -> list[str]:
     words += [WEIGHT_WORDS[plan.weights]] if plan.weights != "fp32" else []
     words += ["gradients accumulated in the compute type"] if plan.accumulate != "fp32" else []
     words += ["gradients reduced in the compute type"] if plan.reduce != "fp32" else []
-    return words + ([f"{plan.rounding} rounding"] if plan.rounding != "nearest" else [])
+    words += [f"{plan.rounding} rounding"] if plan.rounding != "nearest" else []
+    return words + ([f"fp8 = '{plan.fp8}'"] if plan.fp8 != "none" else [])
 
 
 _PROGRAMS_OF = {"deepspeed": ("deepspeed",), "torchtitan": ("torchtitan", "torchtitan-2024"), "trainer": ("trl",)}
@@ -164,6 +178,16 @@ def export_problems(plan: Plan, target: str) -> list[str]:
     """Return which types of a plan a file for ``target`` cannot say, unless its own program has them."""
     words = [] if plan.program in _PROGRAMS_OF.get(target, ()) else type_words(plan)
     return [f"no file for {target} says {' and '.join(words)}; plan without it"] if words else []
+
+
+def products(plan: Plan) -> Precision:
+    """Return the precision of the blocks' products."""
+    return "fp8" if plan.fp8 != "none" else plan.precision
+
+
+def gathers_fp8(plan: Plan) -> bool:
+    """Return whether sharded weights of converted products are gathered in fp8: torchao has it for one scale each."""
+    return plan.fp8 == "tensorwise" and plan.parsed.shards_parameters
 
 
 def type_problems(plan: Plan) -> list[str]:
@@ -177,6 +201,15 @@ def type_problems(plan: Plan) -> list[str]:
         found.append(f"rounding = '{plan.rounding}' is of weights = 'compute'; with fp32 weights leave it out")
     if plan.accumulate != "fp32" and plan.weights != "masters":
         found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
+    if plan.fp8 in UNPLANNED:
+        found.append(f"fp8 = '{plan.fp8}': {UNPLANNED[plan.fp8]}; take {' or '.join(RECIPES)}")
+    elif plan.fp8 != "none" and plan.precision != "bf16":
+        found.append(
+            f"fp8 = '{plan.fp8}' with precision {plan.precision}: a recipe converts products of a bf16 model; set "
+            "precision to bf16, or leave fp8 out"
+        )
+    if plan.fp8_emulate and plan.fp8 == "none":
+        found.append("fp8_emulate = true does nothing without fp8; remove it")
     return found
 
 
@@ -200,6 +233,11 @@ def unrun_types(plan: Plan) -> list[str]:
         ]
     if plan.optimizer_in_backward:
         return [f"{shown}: is not run with optimizer_in_backward; leave one of them out"]
+    if plan.fp8 != "none" and plan.weights != "fp32":
+        return [
+            f"fp8 = '{plan.fp8}' with {WEIGHT_WORDS[plan.weights]}: a run casts fp32 weights to fp8; set weights to "
+            "fp32, or leave fp8 out"
+        ]
     return []
 
 
@@ -252,7 +290,10 @@ def runnable(plan: Plan) -> Plan:
     if problems := axis_problems(plan):
         raise PlanError(*problems)
     if plan.precision == "fp8":
-        raise PlanError("precision fp8 can be planned but is not run by this version; use bf16")
+        raise PlanError(
+            "precision fp8 can be planned but is not run by this version; use bf16, with fp8 = 'tensorwise' or "
+            "'rowwise'"
+        )
     if problems := unrun_types(plan):
         raise PlanError(*problems)
     if run_by := RUN_BY[plan.objective]:

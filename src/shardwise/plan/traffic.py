@@ -12,7 +12,8 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import itemsize_of
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.divisibility import kv_repeats
-from shardwise.plan.plan import Plan
+from shardwise.plan.fp8_recipes import in_fp8
+from shardwise.plan.plan import Plan, gathers_fp8
 from shardwise.plan.program import find_program, program_table
 from shardwise.plan.strategy import Strategy
 
@@ -87,7 +88,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if moved.ranks > 1 and _partitions(plan):
         found["dp"] = (moved.reduces * gradients + trained * stepped) * (moved.ranks - 1) / moved.ranks
     elif moved.ranks > 1:
-        weights = _gathered(profile, narrow, experts=dims.ep == 1) / model_ways
+        weights = _gathered(profile, plan, narrow, experts=dims.ep == 1) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * trained * stepped
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
@@ -154,10 +155,16 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 
-def _gathered(profile: ModelProfile, narrow: float, *, experts: bool = True) -> float:
-    """Bytes of all weights as a rank gathers them: ``narrow`` an element, packed ones as they rest without scales."""
+def _gathered(profile: ModelProfile, plan: Plan, narrow: float, *, experts: bool = True) -> float:
+    """Bytes of all weights as a rank gathers them.
+
+    ``narrow`` an element, packed ones as they rest without scales, and one byte for those of fp8 products.
+    """
+    eighth = gathers_fp8(plan)
     return sum(
-        unit.count * w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else narrow)
+        unit.count
+        * w.num_elements
+        * (w.itemsize - w.scales if w.itemsize < 1 else 1 if eighth and in_fp8(unit, w) else narrow)
         for unit in profile.units
         for w in unit.weights
         if experts or not w.experts

@@ -27,6 +27,7 @@ from shardwise.receipts.expected_experts import expert_names, expert_shape
 from shardwise.receipts.expected_part import shard_dim_of, shard_rank, used_spec
 from shardwise.receipts.lines.deepspeed_lines import SeenGradients, engine_lines
 from shardwise.receipts.lines.expert_lines import ExpertLines
+from shardwise.receipts.lines.fp8_lines import fp8_lines
 from shardwise.receipts.lines.lora_lines import adapter_lines
 from shardwise.receipts.lines.optimizer_lines import state_lines, stepping_lines
 from shardwise.receipts.lines.option_lines import compute_line, option_lines
@@ -192,6 +193,7 @@ def effects_lines(session: Session, step: Step, recorder: StepRecorder) -> list[
         *offload_lines(session),
         *stepping_lines(session, recorder.optimizer),
         *adapter_lines(session),
+        *fp8_lines(session, recorder),
     ]
 
 

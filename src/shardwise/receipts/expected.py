@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from shardwise.model.facts import ModelSpec, ParameterSpec
@@ -56,6 +56,7 @@ def expected_traffic(
     *,
     once: bool = False,
     calls: Mapping[str | None, UnitCalls] | None = None,
+    in_fp8: Collection[str] = (),
 ) -> dict[str, Traffic]:
     """Return each collective that must occur in forward, backward and update; no others may.
 
@@ -63,12 +64,13 @@ def expected_traffic(
     blocks leave open whether backward reaches them. ``units`` are sharding units, if they are not those of the full
     model; only the data-parallel part of the traffic is returned. With ``once`` weights are
     gathered once in a step. ``calls`` are those of each block (``None`` for the rest), if they are not one for each
-    micro batch.
+    micro batch. ``in_fp8`` are names of parameters that are gathered in one byte an element.
     """
     if plan.dims.dp * plan.dims.cp == 1:
         return {}
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
-        return _sharded_traffic(units_of(spec) if units is None else units, plan, micros, calls or {}, once=once)
+        units = units_of(spec) if units is None else units
+        return _sharded_traffic(units, plan, micros, calls or {}, in_fp8, once=once)
     trained = [p for p in spec.parameters if p.trainable]
     reduced = sum(p.num_elements * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
     stepped = sum(p.num_elements * p.itemsize for p in trained)
@@ -97,7 +99,13 @@ def padded_elements(parameter: ParameterSpec, ranks: int) -> int:
 
 
 def _sharded_traffic(
-    units: list[Unit], plan: Plan, micros: int, calls: Mapping[str | None, UnitCalls], *, once: bool
+    units: list[Unit],
+    plan: Plan,
+    micros: int,
+    calls: Mapping[str | None, UnitCalls],
+    in_fp8: Collection[str],
+    *,
+    once: bool,
 ) -> dict[str, Traffic]:
     moved = data_traffic(plan)
     ranks = moved.shards
@@ -106,7 +114,8 @@ def _sharded_traffic(
     for unit in units:
         block = unit[0].block
         trained = [p for p in unit if p.trainable]
-        size = sum(padded_elements(p, ranks) * p.gathered_itemsize(plan.precision) for p in unit)
+        sizes = [1 if p.name in in_fp8 else p.gathered_itemsize(plan.precision) for p in unit]
+        size = sum(padded_elements(p, ranks) * each for p, each in zip(unit, sizes, strict=True))
         full = sum(padded_elements(p, ranks) * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
         again = regathers and not once and block is not None
         uses = 1 if once else micros

@@ -15,6 +15,7 @@ from shardwise.model.read import CHECKPOINT_WRAPPER_PART, clean_name
 from shardwise.parallel.compile import compiled_of
 from shardwise.parallel.context_parallel.attention import exchanged_calls, first_sequence
 from shardwise.parallel.experts.expert_parallel import received_rows
+from shardwise.parallel.fp8 import float8_layers
 from shardwise.parallel.pipeline_parallel.stage_runtime import StageSpan
 from shardwise.receipts.expected_part import axis_of
 from shardwise.receipts.lines.forward_lines import ForwardCounts
@@ -50,6 +51,11 @@ class StepRecorder:
         ]
         self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
         self._hooks += self.forwards.hooks
+        self.fp8_layers: set[str] = set()  # whose forward was a product in fp8; compiled blocks do not show theirs
+        self._products_before = 0
+        for name, layer in () if session.plan.compile else float8_layers(session.module).items():
+            self._hooks.append(layer.register_forward_pre_hook(self._enter_layer))
+            self._hooks.append(layer.register_forward_hook(functools.partial(self._leave_layer, name)))
         self.spans: list[StageSpan] = []
         self._pipeline = session.applied.pipeline
         if self._pipeline is not None:
@@ -106,6 +112,13 @@ class StepRecorder:
             self.widths.add(hidden.shape[-1])
             if name != self._first:
                 self.lengths.add(hidden.shape[1])
+
+    def _enter_layer(self, *_: Any) -> None:
+        self._products_before = self.recorder.fp8_products
+
+    def _leave_layer(self, name: str, *_: Any) -> None:
+        if self.recorder.fp8_products > self._products_before:
+            self.fp8_layers.add(name)
 
     def _hidden(self, name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Return the hidden state among a block's arguments: at the plan's place, or the likely one."""

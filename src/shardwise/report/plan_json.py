@@ -21,7 +21,7 @@ from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import Objective
 from shardwise.plan.parallel_options import GradientSync
 from shardwise.plan.plan import Precision, Recompute
-from shardwise.plan.tensor_types import GradientType, WeightType
+from shardwise.plan.tensor_types import Fp8Recipe, GradientType, WeightType
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.problem import usable_bytes
@@ -154,6 +154,7 @@ class CandidateEntry(Facts):
     weights: WeightType = Field(description="stored as fp32, compute (pure bf16) or masters (beside fp32 ones)")
     accumulate: GradientType = Field(description="type of gradients beside masters")
     reduce: GradientType = Field(description="type in which gradients are reduced")
+    fp8: Fp8Recipe = Field(description="torchao's recipe for the products of the blocks; none: they are in precision")
     memory_bytes: MemoryBytes
     phases: list[PhaseBytes]
     step_time_s: float | None
@@ -307,6 +308,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
         weights=candidate.plan.weights,
         accumulate=candidate.plan.accumulate,
         reduce=candidate.plan.reduce,
+        fp8=candidate.plan.fp8,
         runnable=candidate.runnable,
         why_not_runnable=candidate.why_not_runnable,
         reason=candidate.reason,

@@ -29,7 +29,8 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> li
     plan, time = best.plan, best.time
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
     beside = f", {options}" if (options := options_text(plan)) else ""
-    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}{beside}: {plan.reason}."]
+    fp8 = f" and fp8 products ({plan.fp8})" if plan.fp8 != "none" else ""
+    lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision}{fp8} with {recompute}{beside}: {plan.reason}."]
     needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
     if best.memory.offloaded_bytes:
         has = cluster.host_memory_bytes

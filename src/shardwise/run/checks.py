@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError, DataError, PlanError
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.plan.fp8_recipes import no_products
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.parallel_options import CONFIG_KEYS
 from shardwise.plan.plan import Plan, axis_problems
 from shardwise.plan.strategy import parse_strategy
 from shardwise.search.choose import check_degrees
 from shardwise.train.config import Config, optimizer_problems
+from shardwise.train.config_types import StoredTypes
 from shardwise.train.data.corpus import Corpus
 from shardwise.train.tasks.registry import TaskData
 from shardwise.units import counted, listed
@@ -36,6 +38,8 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         PlanError: the degrees are impossible, or the plan is for something else; lists all differences.
     """
     parallel = config.parallel
+    if problem := _fp8_problem(parallel if plan is None else plan, cluster):
+        raise PlanError(problem)
     if plan is None:
         check_degrees(parallel.strategy, cluster, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard)
         return
@@ -88,6 +92,15 @@ def check_plan(config: Config, cluster: ClusterSpec, plan: Plan | None) -> None:
         )
     if problems:
         raise PlanError(*problems)
+
+
+def _fp8_problem(types: StoredTypes | Plan, cluster: ClusterSpec) -> str:
+    """Return why fp8 products cannot run here; a rank asks its GPU, too (`parallel.fp8`)."""
+    if types.fp8 == "none":
+        return ""
+    if find_spec("torchao") is None:
+        return f"fp8 = '{types.fp8}' needs torchao; install it with: pip install 'shardwise[fp8]'"
+    return no_products(types.fp8, "the ranks are on a CPU") if cluster.device == "cpu" and not types.fp8_emulate else ""
 
 
 def check_packages(adapter: str) -> None:

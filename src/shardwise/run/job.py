@@ -231,7 +231,7 @@ def pipeline_batches(config: Config, cluster: ClusterSpec) -> int | None:
 def with_options(plan: Plan, config: Config) -> Plan:
     """Add ``[parallel]``'s options of the axes, and the loss chunks, to a chosen plan."""
     update = {name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items() if not key.startswith("parallel.")}
-    update |= config.parallel.options_for(plan.parsed)
+    update |= config.parallel.options_for(plan.parsed) | {"fp8_emulate": config.parallel.fp8_emulate}
     if plan.parsed.adapter != "none":
         update["adapter"] = config.lora.options
     return plan.model_copy(update=update)

@@ -35,7 +35,7 @@ from shardwise.plan.plan import (
     unrun_types,
 )
 from shardwise.plan.strategy import alias_note, runnable_strategy
-from shardwise.plan.tensor_types import BARE_STRATEGIES
+from shardwise.plan.tensor_types import BARE_STRATEGIES, TYPE_FIELDS
 from shardwise.plan.workload import Workload
 from shardwise.run.out_of_memory import ForeseenLoop, OutOfMemoryRecorder, explain_at_exit
 from shardwise.search.candidate import Pins
@@ -51,7 +51,7 @@ def start(
     grad_accum: int = 1,
     precision: RunPrecision = "fp32",
     recompute: Recompute = "none",
-    types: Mapping[str, str] | None = None,
+    types: Mapping[str, Any] | None = None,
     lora: AdapterOptions | None = None,
     options: Mapping[str, Any] | None = None,
     device: str = "auto",
@@ -71,8 +71,8 @@ def start(
         precision: compute dtype; weights, gradients and their reduction stay fp32 without ``types``.
         recompute: activation checkpointing of the repeated blocks.
         types: of a named strategy under bf16: ``weights`` (``fp32``, ``compute``, ``masters``), ``accumulate`` and
-            ``reduce`` (``fp32``, ``compute``), ``rounding`` (``nearest``, ``stochastic``, ``kahan``). A plan has its
-            own.
+            ``reduce`` (``fp32``, ``compute``), ``rounding`` (``nearest``, ``stochastic``, ``kahan``), ``fp8``
+            (``tensorwise``, ``rowwise``) and ``fp8_emulate`` (True where no device has fp8). A plan has its own.
         lora: the adapters of a strategy with ``+lora`` or ``+qlora``; default: rank 16 on all linear layers
             of the blocks. A plan has its own.
         options: options of a named strategy by the names of `ParallelOptions`, such as ``compile`` and ``prefetch``,
@@ -185,7 +185,7 @@ def _checked_options(options: Mapping[str, Any] | None, plan: str | Plan | Path)
     return {name: value for name, value in found.options_for(strategy).items() if name in options}
 
 
-def _checked_types(types: Mapping[str, str] | None, plan: str | Plan | Path, precision: RunPrecision) -> dict[str, Any]:
+def _checked_types(types: Mapping[str, Any] | None, plan: str | Plan | Path, precision: RunPrecision) -> dict[str, Any]:
     """Return the types of a named strategy.
 
     Raises:
@@ -197,7 +197,7 @@ def _checked_types(types: Mapping[str, str] | None, plan: str | Plan | Path, pre
         raise PlanError(
             f"start(..., types=...) belongs to a named strategy: {', '.join(BARE_STRATEGIES)}; a plan has its own"
         )
-    known = ("weights", "accumulate", "reduce", "rounding")
+    known = (*TYPE_FIELDS, "fp8_emulate")
     wrong = [f"'{key}' is none of {', '.join(known)}{did_you_mean(key, known)}" for key in types if key not in known]
     try:
         given = {key: value for key, value in types.items() if key in known}

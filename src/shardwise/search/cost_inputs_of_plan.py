@@ -9,6 +9,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import DeviceType, Plan, Precision
 from shardwise.plan.strategy import Strategy
+from shardwise.plan.tensor_types import TYPE_FIELDS
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 
@@ -44,7 +45,7 @@ def adapted(
 
 def with_plan(workload: Workload, plan: Plan) -> Workload:
     """Return the workload with the adapters of ``plan``, where it names some, and with its types."""
-    types = {name: getattr(plan, name) for name in ("weights", "accumulate", "reduce", "rounding")}
+    types = {name: getattr(plan, name) for name in TYPE_FIELDS}
     if workload.program.model_copy(update=types) != workload.program:
         workload = workload.model_copy(update={"program": workload.program.model_copy(update=types)})
     return workload if plan.adapter is None else with_adapter(workload, plan.adapter)

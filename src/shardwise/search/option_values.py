@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.plan.fp8_recipes import RECIPES
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
 from shardwise.plan.program import ProgramTraits, find_program, program_table
-from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.search.problem import default_precision
 
 LOSSES = ("plain", "fused")
@@ -22,6 +24,7 @@ TYPES: dict[str, Any] = {
     "accumulate": GradientType,
     "reduce": GradientType,
     "rounding": Rounding,
+    "fp8": Fp8Recipe,
 }
 
 
@@ -50,9 +53,24 @@ def program_of(words: Mapping[str, Any], cluster: ClusterSpec | None) -> Program
         if precision in get_args(Precision):
             types = {name: getattr(program, name) for name in TYPES}
             problems += [f"--{line}" for line in type_problems(Plan.model_validate({"precision": precision} | types))]
+    problems += _fp8_problems(program, cluster)
     if problems:
         raise PlanError(*problems)
     return program
+
+
+def _fp8_problems(program: ProgramTraits, cluster: ClusterSpec | None) -> list[str]:
+    """Return why a program has no such recipe, or the cluster's GPUs no fp8 products."""
+    asked, gpu = f"--fp8 {program.fp8}", None if cluster is None else cluster.gpu
+    if program.fp8 not in RECIPES:
+        return []
+    if not program.is_own and program.modules != "torchtitan":
+        return [f"{asked} is torchao's, and --program {program.name} has its own fp8; take --precision fp8 for that"]
+    if gpu is not None and not supports(gpu, "fp8"):
+        return [f"{asked}: {gpu.name} has no fp8 products; leave it out, or name GPUs that have (Ada, Hopper, newer)"]
+    if gpu is not None and not known(gpu, "fp8"):
+        return [f"{asked}: the rate of fp8 products of {gpu.name} is unknown, so nothing is predicted; leave it out"]
+    return []
 
 
 def about_program(program: ProgramTraits, text: str) -> list[str]:

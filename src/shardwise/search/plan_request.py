@@ -17,13 +17,14 @@ from shardwise.cost.price import Prices, price_of, read_prices
 from shardwise.errors import PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.fp8_recipes import RECIPES
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
 from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, program_names
 from shardwise.plan.strategy import complete_strategy, parse_strategy
-from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
@@ -156,6 +157,11 @@ class PlanRequest(BaseModel):
     ] = None
     rounding: Annotated[
         Rounding | None, CommandOption(help="Of updates with --weights compute: nearest, stochastic, kahan."), Word()
+    ] = None
+    fp8: Annotated[
+        Fp8Recipe | None,
+        CommandOption(help="Products of the blocks in fp8 by torchao: tensorwise or rowwise; default: none."),
+        Word(),
     ] = None
     virtual_stages: Annotated[
         int, CommandOption(help="+pp: interleaved stages of a rank.", min=1, max=2**16), Word(int, 1), Field(ge=1)
@@ -425,6 +431,10 @@ def _left_out(
         notes.append(f"--document-len {words['document_len']} has no effect: {profile.name} {tokens}")
     name = "a CPU" if cluster.gpu is None else cluster.gpu.name
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
+    if words["fp8"] in RECIPES and cluster.device == "cpu":
+        notes.append(f"--fp8 {words['fp8']}: PyTorch has no fp8 products on a CPU; fp8_emulate = true tests them there")
+    elif words["fp8"] in RECIPES and not words["compiled"]:
+        notes.append(f"--fp8 {words['fp8']} without --compile: each cast to fp8 is ten kernels; add --compile")
     if words["precision"] == "fp8" and cluster.device == "cpu":
         notes.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
     elif words["precision"] is not None and has and words["precision"] not in has:

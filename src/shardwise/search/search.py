@@ -193,6 +193,7 @@ def type_options(problem: SearchProblem) -> dict[str, Any]:
         "accumulate": program.accumulate if program.weights == "masters" else "fp32",
         "reduce": program.reduce,
         "rounding": program.rounding,
+        "fp8": program.fp8,
     }
 
 

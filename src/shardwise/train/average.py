@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from shardwise.distributed.local_tensor import local_of
+from shardwise.parallel.fp8 import agree_on_scales
 from shardwise.train.session_interface import TrainingSession
 from shardwise.train.step import Step
 
@@ -21,7 +22,7 @@ class WeightAverage:
     """
 
     def __init__(self, decay: float, module: nn.Module) -> None:
-        self._move = get_ema_multi_avg_fn(decay)
+        self._move, self._module = get_ema_multi_avg_fn(decay), module
         self.weights = [p for p in module.parameters() if p.requires_grad]
         self.tensors = {id(p): p.detach().clone() for p in self.weights}
 
@@ -49,6 +50,7 @@ class WeightAverage:
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
+        agree_on_scales(self._module)
 
     def on_prepared(self, session: TrainingSession) -> None:
         """Do nothing."""

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan, type_problems, unrun_types
-from shardwise.plan.tensor_types import BARE_STRATEGIES, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import BARE_STRATEGIES, Fp8Recipe, GradientType, Rounding, WeightType
 
 
 class StoredTypes(BaseModel):
@@ -21,6 +21,12 @@ class StoredTypes(BaseModel):
     reduce: GradientType = Field("fp32", description="gradients added up over ranks: fp32, or compute (bf16)")
     rounding: Rounding = Field(
         "nearest", description="of the update of weights = 'compute': nearest, stochastic, kahan (one more bf16 tensor)"
+    )
+    fp8: Fp8Recipe = Field(
+        "none", description="products of the blocks in fp8 by torchao: tensorwise (one scale a tensor) or rowwise"
+    )
+    fp8_emulate: bool = Field(
+        False, description="computes fp8 products in fp32 on operands rounded to fp8, where no device has fp8"
     )
 
     @property

@@ -37,6 +37,7 @@ from shardwise.parallel.data_parallel.fsdp import discard_gradients
 from shardwise.parallel.data_parallel.unit_forwards import backward_runs
 from shardwise.parallel.data_parallel.unit_order import orders_of
 from shardwise.parallel.data_parallel.unsupported import refuse_unsupported
+from shardwise.parallel.fp8 import keep_scales
 from shardwise.parallel.grad_norm import finish_partial, full_norm, global_norm, scale_to
 from shardwise.parallel.materialize import Fill
 from shardwise.parallel.ownership import ownership_of
@@ -251,6 +252,7 @@ class Session:
             self._optimizer = apply_to_optimizer(optimizer, names, self._applied, self._plan, low_precision)
             refuse_unsupported(self._applied.outer, self._plan.strategy)
             check_optimizer(self._optimizer, self._applied.module, self._plan, self.ranks)
+            keep_scales(self._optimizer, self._applied.module, self._plan)
         self._trainable = [p for p in self._applied.module.parameters() if p.requires_grad]
         if self._plan.optimizer_in_backward:
             self.in_backward = InBackward(self._optimizer)

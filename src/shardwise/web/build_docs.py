@@ -30,7 +30,7 @@ POLICY = (
 )
 PAGE_OPTIONS = (
     *("cluster", "seq-len", "global-batch", "tokens", "precision", "optimizer", "strategy", "micro-batch"),
-    *("recompute", "loss", "program", "weights", "accumulate", "reduce", "rounding", "objective", "lora-rank"),
+    *("recompute", "loss", "program", "weights", "accumulate", "reduce", "rounding", "fp8", "objective", "lora-rank"),
     *("lora-targets", "virtual-stages", "loss-chunks", "document-len", "framework-overhead"),
     *("context", "concurrency", "quant", "kv-cache", "tp"),
 )

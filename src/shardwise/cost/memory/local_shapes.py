@@ -8,7 +8,7 @@ far. Tensor parallel shards ``Weight.tp_dim`` first, into chunks of ``ceil(size 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,8 +17,9 @@ from shardwise.cost.same import Same
 from shardwise.cost.time.pipeline_time import blocks_per_stage, in_flight
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.dims import ParallelDims
+from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.parallel_options import PipelineSchedule
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, gathers_fp8
 from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
@@ -66,6 +67,8 @@ class ShardLayout:
     kahan: bool = False  # the optimizer keeps the bits that low-precision updates lose
     buckets: int = 0  # bytes of communication buffers beside unsharded gradients
     fp8_saved: bool = False  # fp8 products save their inputs in 8 bits
+    fp8_casts: bool = False  # products of the blocks cast their operands to fp8, as torchao's Float8Linear does
+    fp8_gathers: bool = False  # weights of these products are gathered in one byte an element
     ep: int = 1
     whole_experts: bool = False  # FSDP2 without +ep shards along experts, though there may be fewer than ranks
     expert_shards: int = 1  # ranks of FSDP2 that share the same experts
@@ -235,6 +238,8 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         kahan=plan.rounding == "kahan",
         buckets=program.bucket_elements * width,
         fp8_saved=plan.precision == "fp8" and program.fp8_activations,
+        fp8_casts=plan.fp8 != "none",
+        fp8_gathers=gathers_fp8(plan),
         ep=dims.ep,
         whole_experts=dims.ep == 1 and strategy.engine == "torch" and program.zero == "torch" and not flat,
         expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
@@ -386,6 +391,7 @@ def unit_weights(unit: Unit, layout: ShardLayout) -> UnitWeights:
         parts,
         spread,
         layout.whole_experts,
+        (layout.fp8_casts, layout.fp8_gathers),
     )
 
 
@@ -411,12 +417,14 @@ def _unit_weights(
     parts: tuple[int, int],
     spread: tuple[int, int],
     whole: bool,
+    fp8: tuple[bool, bool],
 ) -> UnitWeights:
     """Compute `UnitWeights`.
 
     ``spread`` is over how many ranks experts are spread, and how many shard the same ones. With ``flat`` a gradient is
     as large as the unit where any of it trains. Each of ``parts`` ranks keeps its part of the gradients of full
-    weights: of dense ones, and of experts.
+    weights: of dense ones, and of experts. ``fp8``: whether products cast operands to it, and gather weights in it (a
+    byte an element; the scales, 4 bytes a weight, are not counted).
     """
     weights, wide = same.value.weights, types.wide
     if types.stored < FP32:
@@ -435,7 +443,9 @@ def _unit_weights(
     for size, (w, _, rest, _) in zip(held, carried, strict=True):
         kinds[bool(w.experts)] += math.ceil(rest * size)
     kept = sum(kinds)
-    sent = [math.ceil(padded * min(w.itemsize - w.scales, wide)) for w, _, _, padded in both]
+    narrow = [fp8[0] and in_fp8(same.value, w) for w in weights]
+    each_sent = [1 if fp8[1] and n else min(w.itemsize - w.scales, wide) for w, n in zip(weights, narrow, strict=True)]
+    sent = [math.ceil(row[3] * size) for row, size in zip(both, each_sent, strict=True)]
     scales = sum(math.ceil(n * w.scales) for w, n, _, _ in both) if any(w.scales for w in weights) else 0
     cast = not shards and wide < types.stored and same.value.kind != "embedding"
     read = sum(op.k * op.n for op in same.value.ops if op.kind == "matmul" and op.weight)
@@ -454,10 +464,16 @@ def _unit_weights(
         waiting=sum(n * types.reduced for _, n, _, _ in carried),
         reduce_in=sum(padded * types.reduced for _, _, _, padded in carried),
         reduce_out=kept,
-        copies=(sum(n for w, n, _, _ in both if len(w.shape) > 1 and w.itemsize > wide) + tied) * wide if cast else 0,
+        copies=(_copied(both, narrow, wide) + tied) * wide if cast else 0,
         exchanged=0 if tp == 1 or (wide < FP32 and not shards) else exchanged_elements(same.value, tp) * wide,
         widened=max((n * wide for w, n, _, _ in both if w.itemsize < wide), default=0),
     )
+
+
+def _copied(rows: Sequence[tuple[Weight, int, int, int]], in_fp8: Sequence[bool], wide: int) -> int:
+    """Elements of weights that autocast copies; a product in fp8 casts its weight itself."""
+    pairs = zip(rows, in_fp8, strict=True)
+    return sum(n for (w, n, _, _), fp8 in pairs if len(w.shape) > 1 and w.itemsize > wide and not fp8)
 
 
 def _merged(sizes: Iterable[int]) -> tuple[int, ...]:

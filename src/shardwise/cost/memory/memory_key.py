@@ -65,6 +65,7 @@ class MemoryKey:
             plan.accumulate,
             plan.reduce,
             plan.rounding,
+            plan.fp8,
             workload.capacity_factor,
             workload.balanced_experts,
             *(() if cluster is None else (id(cluster), plan.sequences, workload.framework_overhead)),

@@ -33,7 +33,7 @@ from shardwise.cost.time.layer_time import (
     unit_elements,
     unit_time,
 )
-from shardwise.cost.time.machine import Machine, Rates, machine_of
+from shardwise.cost.time.machine import FP8_SHARD_CAST_BYTES, Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
@@ -45,7 +45,7 @@ from shardwise.model.lora import without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, expert_dims
 from shardwise.plan.objective import Reference
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, gathers_fp8, products
 from shardwise.plan.program import Framework, ProgramTraits
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.workload import Workload
@@ -75,7 +75,8 @@ class Wires:
 
     ``width``, ``reduced`` and ``stored`` are bytes of an element: computed with, of a reduced gradient, at rest.
     ``zero`` is the layout of zero1 and 2. ``scatters``: zero1 reduces as Megatron-LM's distributed optimizer does.
-    ``recasts``: recompute casts weights again.
+    ``recasts``: recompute casts weights again. ``fp8``: products of blocks cast their weights themselves;
+    ``gathers_fp8``: and shards are gathered so.
     """
 
     copies: Copies
@@ -85,6 +86,8 @@ class Wires:
     zero: str
     scatters: bool
     recasts: bool
+    fp8: bool = False
+    gathers_fp8: bool = False
 
     def partitions(self, base: str) -> bool:
         """Return whether ``base`` is DeepSpeed's ZeRO-2: full weights, partitioned gradients."""
@@ -109,7 +112,7 @@ def step_time(
     Raises:
         PlanError: the device's speed or a link's bandwidth is unknown.
     """
-    machine = machine_of(cluster, plan.precision, rates, calibration)
+    machine = machine_of(cluster, products(plan), rates, calibration)
     strategy = parse_strategy(plan.strategy)
     program = workload.program
     framework = framework_of(strategy, program.modules)
@@ -175,7 +178,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         tp=plan.dims.tp,
         cp=plan.dims.cp,
         micro=plan.sequences,
-        precision=plan.precision,
+        precision=products(plan),
         recompute=plan.recompute,
         compiled=workload.compiles(plan),
         attention=workload.program.attention or ("cudnn" if megatron else "flash"),
@@ -192,6 +195,8 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         capacity_factor=workload.capacity_factor,
         balanced_experts=workload.balanced_experts,
         weighs_early=framework != "shardwise",
+        recipe=plan.fp8,
+        gathers_fp8=gathers_fp8(plan),
     )
 
 
@@ -204,6 +209,8 @@ def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: 
         program.zero,
         scatters=megatron,
         recasts=plan.recompute != "none",
+        fp8=plan.fp8 != "none",
+        gathers_fp8=gathers_fp8(plan),
     )
 
 
@@ -369,6 +376,7 @@ def _traffic(
         weights.elements - experts.elements,
         weights.trainable - experts.trainable,
         weights.at_rest_bytes - experts.at_rest_bytes,
+        in_fp8=weights.in_fp8,
     )
     among = expert_dims(dims)
     one = _unit_traffic(machine, rest, base, dims, accumulates, wires)
@@ -410,26 +418,28 @@ def _unit_traffic(
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
         again = 1.0 if wires.recasts else 0.0
+        cast = weights.elements - (weights.in_fp8 if wires.fp8 else 0.0)  # a product in fp8 casts the weight itself
         return WireTime(
             reduce_s=reduce,
-            copy_forward_s=machine.memory_s(casts * weights.elements),
-            copy_backward_s=machine.memory_s(again * casts * weights.elements + (casts + add) * weights.trainable),
+            copy_forward_s=machine.memory_s(casts * cast),
+            copy_backward_s=machine.memory_s(again * casts * cast + (casts + add) * weights.trainable),
         )
     ranks = dims.dp_shard * dims.cp
-    gathered = min(width * weights.elements, weights.at_rest_bytes)
+    eighth = weights.in_fp8 if wires.gathers_fp8 else 0.0
+    gathered = min(width * weights.elements, weights.at_rest_bytes) - (width - 1) * eighth
     gather = machine.collective_s("all_gather", gathered, ranks, inner)
     reduce = machine.reduce_scatter_s(sent * weights.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))
         reduce += machine.collective_s("all_reduce", sent * weights.trainable / ranks, dims.dp_replicate, outer)
-    copied = 2.0 * width if ranks > 1 else 0.0
+    copied = 2.0 * (width * weights.elements - (width - 1) * eighth) if ranks > 1 else 0.0
+    copied += FP8_SHARD_CAST_BYTES * eighth / ranks
     return WireTime(
         gather_s=gather,
         reduce_s=reduce,
-        copy_forward_s=machine.memory_s(copied * weights.elements),
+        copy_forward_s=machine.memory_s(copied),
         copy_backward_s=machine.memory_s(
-            (copied if base != "zero2" else 0.0) * weights.elements
-            + (2.0 + sent + (4.0 if accumulates else 0.0)) * weights.trainable
+            (copied if base != "zero2" else 0.0) + (2.0 + sent + (4.0 if accumulates else 0.0)) * weights.trainable
         ),
     )
 

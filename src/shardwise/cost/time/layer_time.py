@@ -14,9 +14,11 @@ from shardwise.cost.flops import attention_square_flops, recomputed
 from shardwise.cost.same import Same
 from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
 from shardwise.cost.time.kernels import AttentionKernel
-from shardwise.cost.time.machine import Machine, larger
+from shardwise.cost.time.machine import FP8_EAGER_LAUNCHES, FP8_ROWWISE, Machine, larger
 from shardwise.model.profile import Op, Unit, Weight
+from shardwise.plan.fp8_recipes import converts, in_fp8
 from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.tensor_types import Fp8Recipe
 from shardwise.plan.traffic import REPEATED_DISPATCHES
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
@@ -51,6 +53,8 @@ class WorkSplit:
     work on sharded sequences, as in these two, while here they work on full ones. ``document`` is the mean length of
     packed documents that attention stays inside of. ``host`` scales the host's time. ``weighs_early``: routing weights
     multiply inside the experts, so that recompute ends in front of the exchange of their results, which is not saved.
+    ``recipe`` is torchao's for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no
+    product casts them.
     """
 
     tp: int
@@ -73,6 +77,8 @@ class WorkSplit:
     capacity_factor: float | None = None
     balanced_experts: bool = False
     weighs_early: bool = False
+    recipe: Fp8Recipe = "none"
+    gathers_fp8: bool = False
 
     def experts_of(self, op: Op) -> tuple[float, int]:
         """Return how a rank's rows of experts compare to those of a sample, and how many local experts have them."""
@@ -114,6 +120,7 @@ class UnitElements:
     expert_elements: float = 0.0
     expert_trainable: float = 0.0
     expert_at_rest_bytes: float = 0.0
+    in_fp8: float = 0.0  # those whose product a recipe of fp8 converts
 
 
 def unit_elements(unit: Unit, tp: int, ep: int) -> UnitElements:
@@ -127,6 +134,7 @@ def unit_elements(unit: Unit, tp: int, ep: int) -> UnitElements:
         expert_elements=sum(n for _, n in spread),
         expert_trainable=sum(n for w, n in spread if w.trainable),
         expert_at_rest_bytes=sum(n * w.itemsize for w, n in spread),
+        in_fp8=sum(n for w, n in local if in_fp8(unit, w)),
     )
 
 
@@ -187,6 +195,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
     )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
+    casts = _cast_launches(unit, split)
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
@@ -197,9 +206,10 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
         cp_recompute_s=cp_recompute,
-        host_forward_s=host * launches + calls,
+        host_forward_s=host * launches + calls + casts[0] * machine.launch_s(),
         host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
-        + calls * (2.0 if recompute else 1.0),
+        + calls * (2.0 if recompute else 1.0)
+        + casts[1] * machine.launch_s(),
         ep_forward_s=2 * moved,
         ep_backward_s=2 * moved,
         ep_recompute_s=again * moved,
@@ -226,6 +236,8 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
         elif op.tp_sharding == "sequence" and shards_sequence(unit, split):
             rows /= tp
         precision = "bf16" if split.precision == "fp8" and unit.kind != "block" else split.precision
+        if precision == "fp8" and split.recipe != "none":
+            return _recipe_s(machine, op, rows, depth, columns, split)
         if op.experts:
             return _experts_s(machine, op, depth, columns, split, precision)
         if op.kind == "conv":
@@ -244,6 +256,42 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
     moved = _moved_s(machine, unit, op, split)
     linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
     return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
+
+
+def _recipe_s(
+    machine: Machine, op: Op, rows: float, depth: float, columns: float, split: WorkSplit
+) -> tuple[float, float]:
+    """Seconds of a product forward and backward as torchao's Float8Linear computes it.
+
+    Each of the three products casts both operands (float8_linear.py of 0.18): input and weight forward; in backward the
+    output's gradient, once for each of two products (compiled code shares it where the scale is one for the tensor),
+    weight and input. What torchao does not convert stays in bf16.
+    """
+    if op.experts:
+        return _experts_s(machine, op, depth, columns, split, "bf16")
+    if not converts(op):
+        return _products_s(machine, op, rows, depth, columns, "bf16")
+    ahead, back = _products_s(machine, op, rows, depth, columns, "fp8")
+    slower = FP8_ROWWISE if split.recipe == "rowwise" else 1.0
+    weights = 0.0 if split.gathers_fp8 else depth * columns
+    gradients = rows * columns * (1.0 if split.compiled and split.recipe == "tensorwise" else 2.0)
+    return (
+        ahead * slower + machine.cast_s(rows * depth + weights, compiled=split.compiled),
+        back * slower + machine.cast_s(gradients + weights + rows * depth, compiled=split.compiled),
+    )
+
+
+def _cast_launches(unit: Unit, split: WorkSplit) -> tuple[int, int]:
+    """Kernels of the eager casts around a unit's products, forward and backward."""
+    if split.recipe == "none" or split.compiled or unit.kind != "block":
+        return 0, 0
+    ahead = back = 0
+    for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
+        if converts(op):
+            weight = 0 if split.gathers_fp8 else 1
+            ahead += 1 + weight
+            back += 3 + weight + (1 + weight) * repeated
+    return ahead * FP8_EAGER_LAUNCHES, back * FP8_EAGER_LAUNCHES
 
 
 def _convolution_s(

@@ -25,6 +25,15 @@ IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
 POWER_EXPONENT = 0.5  # of the rate lost to a lack of power; from the 500 W H100 against the 700 W one
 FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
 FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
+# An eager cast of torchao 0.18 (float8_utils.py: tensor_to_amax, to_fp8_saturated; float8_training_tensor.py): abs 2+2,
+# max 2, to fp32 2+4, times the scale 4+4, clamp 4+4, to fp8 4+1. Of an fp32 weight it is as much: 4+4, 4, none, ...
+FP8_EAGER_CAST_BYTES = 33.0
+FP8_EAGER_LAUNCHES = 10  # kernels of one eager cast: these, and the scale from the maximum in float64
+FP8_SHARD_CAST_BYTES = 21.0  # of an fp32 shard whose scale is known: times the scale, clamp, to fp8
+# Seconds of rowwise products over those of tensorwise ones, which have another kernel (CUTLASS's, not cuBLAS's). From
+# torchao's table of Llama 3.1 8B on 8 H100 (torchao/float8/README.md: 6768 tokens/s against 7690, and 6150 in bf16): a
+# step 1.136 times as long, 1.128 with this. Taken for other GPUs, too; of MI300X it is 1.05 there, and 1.14 with this.
+FP8_ROWWISE = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +81,9 @@ class Machine:
             seconds *= MISALIGNED.get(math.gcd(k, n, 8), 1.0)
         return seconds
 
-    def cast_s(self, elements: float) -> float:
+    def cast_s(self, elements: float, *, compiled: bool = True) -> float:
         """Seconds to cast ``elements`` of operands to fp8."""
-        return self.memory_s(FP8_CAST_BYTES * FP8_CASTS * elements)
+        return self.memory_s((FP8_CAST_BYTES * FP8_CASTS if compiled else FP8_EAGER_CAST_BYTES) * elements)
 
     def attention_s(
         self,

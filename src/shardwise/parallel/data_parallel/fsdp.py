@@ -17,6 +17,7 @@ from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
 from shardwise.parallel.data_parallel.unit_forwards import free_gathered
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.experts.expert_parallel import ExpertMeshes, spread_experts
+from shardwise.parallel.fp8 import agree_on_scales, convert_unit
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.plan import Plan
@@ -43,6 +44,7 @@ def apply_shard(
         materialize_unit(block, device, fill)
         if experts is not None:
             spread_experts(block, plan, experts)
+        convert_unit(block, plan)
         shard_unit(block, plan, mesh, is_root=False)
     materialize_unit(module, device, fill)
     broadcast_buffers(module)
@@ -52,6 +54,7 @@ def apply_shard(
     gather_ahead(module, blocks, plan.prefetch)
     keep_order(module, mesh)
     overlap_over_gloo(module, plan, mesh)
+    agree_on_scales(module)
     return module
 
 

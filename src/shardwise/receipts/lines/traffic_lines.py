@@ -9,6 +9,7 @@ from shardwise.measure.collectives import OTHER, Collective
 from shardwise.receipts.expected import Traffic, expected_traffic
 from shardwise.receipts.expected_collectives import model_parallel_traffic
 from shardwise.receipts.expected_part import names_axes, part_of, run_micros, used_spec
+from shardwise.receipts.lines.fp8_lines import gathered_in_fp8
 from shardwise.receipts.lines.optimizer_lines import with_optimizer_traffic
 from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepRecorder
@@ -27,7 +28,7 @@ def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Itera
         found = _model_parallel_totals(session, recorder.recorder.collectives)
     else:
         calls = recorder.forwards.of_units(reduced.blocks)
-        sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls)
+        sent = expected_traffic(reduced, session.plan, len(step.micros), calls=calls, in_fp8=gathered_in_fp8(session))
         found = recorder.recorder.totals()
     expected = with_optimizer_traffic(session, stepped, sent)
     for name in sorted({*expected, *found}):
