@@ -201,6 +201,13 @@ def sabotage_recompute(strategy: str) -> list[str]:
     return run(strategy, 1, "recompute")
 
 
+def sabotage_all_layers(strategy: str) -> list[str]:
+    """Recompute of one block was asked for, and all are wrapped."""
+    plain = apply_module.apply_recompute
+    apply_module.apply_recompute = lambda module, mode, blocks, layers, **more: plain(module, mode, blocks, **more)
+    return run(planned(strategy, recompute="full", recompute_layers=1), 1, "plain")
+
+
 def sabotage_offload(strategy: str) -> list[str]:
     from torch.distributed.fsdp import OffloadPolicy
 
@@ -277,7 +284,11 @@ def sabotage_one_chunk(strategy: str) -> list[str]:
 
 
 def chunked(strategy: str) -> Plan:
-    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), loss_chunks=3)
+    return planned(strategy, loss_chunks=3)
+
+
+def planned(strategy: str, **options: Any) -> Plan:
+    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), **options)
 
 
 def sabotage_plain_ddp(strategy: str) -> list[str]:
@@ -290,11 +301,7 @@ def sabotage_plain_ddp(strategy: str) -> list[str]:
             super().__init__(module, **{key: value for key, value in options.items() if key not in mine})
 
     ddp_module.Replicated = Plain
-    return run(with_ddp_options(strategy, static_graph=True, find_unused_parameters=True, bucket_cap_mb=2), 1, "plain")
-
-
-def with_ddp_options(strategy: str, **options: Any) -> Plan:
-    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), **options)
+    return run(planned(strategy, static_graph=True, find_unused_parameters=True, bucket_cap_mb=2), 1, "plain")
 
 
 SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
@@ -321,6 +328,8 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_same_samples, "fsdp", "samples across ranks"),
     (sabotage_recompute, "ddp", "block forwards per step"),
     (sabotage_recompute, "fsdp", "block forwards per step"),
+    (sabotage_all_layers, "ddp", "blocks recomputed"),
+    (sabotage_all_layers, "fsdp", "block forwards per step"),
     (sabotage_offload, "fsdp+offload", "state lives on"),
     (sabotage_resharding, "fsdp", "all_gather per step"),
     (sabotage_chunks, "ddp", "logits at once"),
@@ -350,7 +359,7 @@ DDP_OPTIONS = (
 
 
 def clean_ddp(strategy: str, accum: int, options: dict[str, Any]) -> list[str]:
-    return run(with_ddp_options(strategy, grad_accum=accum, **options), accum, "plain")
+    return run(planned(strategy, grad_accum=accum, **options), accum, "plain")
 
 
 def test_no_alarm_under_the_options_of_ddp() -> None:

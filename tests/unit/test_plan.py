@@ -44,6 +44,7 @@ OTHERS = {
     "async_tp": True,
     "pipeline_schedule": "zbv",
     "virtual_stages": 2,
+    "recompute_layers": 3,
     "compile": True,
     "prefetch": 3,
     "optimizer_in_backward": True,

@@ -116,7 +116,8 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
             exchange = apply_context(stage, decision.context, meshes.cp, exchange)
         if decision.head is not None:
             apply_loss_chunks(stage, decision.head, plan.loss_chunks)
-        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile)
+        layers = plan.recompute_layers
+        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile, layers=layers)
         compiled = apply_compile(wrapped, plan, compiled)
         blocks |= dict(zip(names, wrapped, strict=True))
 

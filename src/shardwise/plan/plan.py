@@ -34,6 +34,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 _STAGES = ("strategy", "dims", "pipeline_schedule", "virtual_stages")  # what the number of stages depends on
 _PLANNED = " can be planned but is not run"
+LAYERS_IDLE = "recompute_layers does nothing without recompute; set recompute to full or selective, or leave it out"
 _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
@@ -113,6 +114,21 @@ class Plan(StepOptions, ParallelOptions):
     def syncs_every_micro_batch(self) -> bool:
         """Return True where sharded gradients are reduced after every micro batch of several."""
         return self.gradient_sync == "every" and self.grad_accum > 1 and self.parsed.shards_parameters
+
+    def recomputed(self, blocks: int) -> int:
+        """Return how many of the ``blocks`` of a pipeline stage are recomputed: the first so many.
+
+        Backward reaches the first ones last, when all others have freed what they saved.
+        """
+        if self.recompute == "none":
+            return 0
+        return blocks if self.recompute_layers is None else min(self.recompute_layers, blocks)
+
+    @property
+    def recompute_words(self) -> str:
+        """Format the mode, and of how many blocks where not of all: ``full of 12 blocks``."""
+        layers = self.recompute_layers
+        return self.recompute if layers is None else f"{self.recompute} of {counted(layers, 'block')}"
 
     @property
     def marks_used_parameters(self) -> bool:
@@ -297,6 +313,8 @@ def axis_problems(plan: Plan) -> list[str]:
             f"static_graph with grad_accum {plan.grad_accum}: PyTorch's DDP fails on a first backward that does not "
             "reduce; set grad_accum to 1, or leave static_graph out"
         )
+    if plan.recompute_layers is not None and plan.recompute == "none":
+        wrong.append(LAYERS_IDLE)
     wrong += stage_problems(plan) + type_problems(plan)
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []

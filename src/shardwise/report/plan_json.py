@@ -146,6 +146,7 @@ class CandidateEntry(Facts):
     stage_blocks: list[int] | None = Field(description="blocks of each pipeline stage; null without a pipeline")
     global_batch: int | None
     recompute: Recompute
+    recompute_layers: int | None = Field(description="first blocks of each stage that are recomputed; null is all")
     gradient_sync: GradientSync
     loss_chunks: int = Field(description="parts in which logits and their loss are made")
     optimizer_in_backward: bool = Field(description="each weight is stepped as its gradient is done")
@@ -317,6 +318,7 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
         stage_blocks=None if plan.stage_blocks is None else list(plan.stage_blocks),
         global_batch=plan.global_batch,
         recompute=plan.recompute,
+        recompute_layers=plan.recompute_layers,
         gradient_sync=plan.gradient_sync,
         loss_chunks=plan.loss_chunks,
         optimizer_in_backward=plan.optimizer_in_backward,

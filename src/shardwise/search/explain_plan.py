@@ -218,6 +218,9 @@ def memory_arithmetic(
         "selective": "saved tensors, matrix products kept and the rest recomputed",
         "full": "the inputs of the blocks, and one block's saved tensors",
     }[plan.recompute]
+    if plan.recompute_layers is not None:
+        where = " of each stage" if dims.pp > 1 else ""
+        kept += f", of the first {plan.recompute_layers}{where}; every operation's saved tensors of the others"
     rows = f"micro batch {micro}" + (f" × {SEQUENCES[plan.objective]} of a pair" if plan.reference != "none" else "")
     rows += f" × {plan.seq_len} tokens" if plan.seq_len else ""
     twice = " × 2 (policy and frozen reference)" if plan.reference == "copy" else ""

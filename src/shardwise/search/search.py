@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 from shardwise.search.explain_plan import with_reasons
 from shardwise.search.problem import USABLE, Costs, SearchProblem, ask
+from shardwise.search.recompute_layers import with_fewest_layers
 
 TIE = 0.02  # relative difference in predicted time below which simplicity decides
 PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
@@ -103,7 +104,7 @@ def search(
     found, refused = laid_out(problem)
     ways = len(recomputes(problem))
     considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
-    candidates = _best_of_each(problem, found)
+    candidates = with_fewest_layers(problem, _best_of_each(problem, found), cost_of, _step_s)
     ranked, chosen = rank(problem, candidates)
     explained = with_reasons(problem, ranked, chosen, considered)
     return SearchResult(candidates=tuple(explained), recommended=chosen, considered=considered, advice=())
@@ -142,6 +143,9 @@ def plan_for(
     problem: SearchProblem, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last"
 ) -> Plan:
     """Build the plan of one option."""
+    options = axis_options(problem.pins, layout.strategy, problem.workload.program)
+    if recompute == "none":
+        options.pop("recompute_layers", None)
     return Plan(
         strategy=layout.name,
         dims=layout.dims,
@@ -155,7 +159,7 @@ def plan_for(
         objective=problem.workload.objective,
         **type_options(problem),
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
-        **axis_options(problem.pins, layout.strategy, problem.workload.program),
+        **options,
     )
 
 
@@ -271,6 +275,11 @@ def time_of(problem: SearchProblem, plan: Plan) -> StepTime | None:
         return problem.costs.step_time(problem.profile, plan, problem.workload, problem.cluster)
     except PlanError:
         return None
+
+
+def _step_s(problem: SearchProblem, plan: Plan) -> float:
+    time = time_of(problem, plan)
+    return float("inf") if time is None else time.step_s
 
 
 def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
@@ -448,9 +457,15 @@ def rank(problem: SearchProblem, candidates: Sequence[Candidate]) -> tuple[list[
     best = eligible[0]
     if best.time is not None:
         close = [c for c in eligible if c.fits == best.fits and _is_close(c, best.time.step_s)]
-        best = min(close, key=lambda c: (*complexity(c.plan.parsed), *_plainness(c.plan)))
+        best = min(close, key=lambda c: _simplicity(c.plan))
     ordered.remove(best)
     return [best, *ordered], 0
+
+
+def _simplicity(plan: Plan) -> tuple[float, ...]:
+    """Return the sort key of plans within a tie: blocks fitted to the memory make up for no less sharding."""
+    axes, swaps, foreign, *rest = complexity(plan.parsed)
+    return (axes, swaps, foreign, plan.recompute_layers is not None, *rest, *_plainness(plan))
 
 
 def _is_close(candidate: Candidate, fastest_s: float) -> bool:

@@ -72,7 +72,7 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     return {
         "document": data,
         "texts": texts(data),
-        "sentences": [] if best is None else sentences(best, request.cluster, result),
+        "sentences": [] if best is None else sentences(best, request.cluster, result, profile.num_blocks),
         "batch": None if best is None else best.plan.batch_equation(),
         "command": request.command({}),
         "plan": None if shown is None else plan_file_text(shown.plan.to_toml(), request),

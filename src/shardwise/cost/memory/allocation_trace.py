@@ -30,6 +30,7 @@ class Program:
 
     grad_accum: int = 1
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     gradients_wait: bool = True
     buckets_add: bool = False
     fused_loss: bool = False

@@ -244,7 +244,8 @@ def _estimate(key: MemoryKey) -> Estimate:
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
     early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
     held = traits.logit_bytes if fused == (traits.loss == "fused") else None  # of the program's own loss
-    shape = (plan.grad_accum, plan.recompute, waits, adds, fused, plan.loss_chunks, written, early)
+    again = (plan.recompute, plan.recompute_layers)
+    shape = (plan.grad_accum, *again, waits, adds, fused, plan.loss_chunks, written, early)
     program = Program(*shape, reference=plan.reference, logit_bytes=held, in_pieces=not expandable)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]

@@ -98,17 +98,20 @@ def _moments(key: MemoryKey) -> tuple[_Moments, ...]:
     """Bytes of each pipeline rank that can be the fullest."""
     layout = with_routing(layout_of(key.plan, key.workload.program), key.workload)
     return tuple(
-        _moments_of(stage, stage_pieces(key.profile, layout, stage), layout, key.workload, key.plan)
+        _moments_of(stage, _pieces(key, layout, stage), layout, key.workload, key.plan)
         for stage in heavy_stages(key.profile, layout)
     )
+
+
+def _pieces(key: MemoryKey, layout: ShardLayout, stage: int) -> tuple[LayerGroup, ...]:
+    return stage_pieces(key.profile, layout, stage, key.plan.recompute, key.plan.recompute_layers)
 
 
 def _moments_of(
     stage: int, pieces: tuple[LayerGroup, ...], layout: ShardLayout, workload: Workload, plan: Plan
 ) -> _Moments:
-    recompute = plan.recompute
     compiled = workload.compiles(plan)
-    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, recompute, compiled)) for p in pieces]
+    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, p.recompute, compiled)) for p in pieces]
     parameters = sum(w.parameters * p.count for p, w, _ in rows) * (2 if plan.reference == "copy" else 1)
     gradients = sum(w.gradients * p.count for p, w, _ in rows)
     if plan.optimizer_in_backward:
@@ -125,9 +128,8 @@ def _moments_of(
         temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
     if layout.autocasts:
-        copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
-    if recompute == "none":
-        copies += sum(w.exchanged * p.count for p, w, _ in rows)
+        copies = sum(w.copies * p.count for p, w, _ in rows if p.recompute == "none")
+    copies += sum(w.exchanged * p.count for p, w, _ in rows if p.recompute == "none")
     base = rest + _gathered(rows, layout)
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
     # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
@@ -140,7 +142,9 @@ def _moments_of(
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
         loss_bytes = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
     logits = max(loss_bytes, default=0.0)
-    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
+    # nothing is recomputed while the blocks after it still hold what they saved
+    ends_kept = [p.recompute for p in pieces if p.is_block][-1:] == ["none"]
+    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block and not ends_kept), default=0.0)
     gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if fused else FP32)

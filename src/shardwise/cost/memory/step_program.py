@@ -210,7 +210,7 @@ class _Writer(ShardWriter):
             self.late.append(handle)
 
     def _mode(self, visit: Visit) -> Recompute:
-        return self.s.program.recompute if self.s.pieces[visit.piece].is_block else "none"
+        return self.s.pieces[visit.piece].recompute
 
     def _forward_unit(self, visit: Visit) -> list[list[int]]:
         trace, unit, micro, number = self.trace, self.s.bytes[visit.piece], self.s.micro, visit.number
