@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {"parallel": {"find_unused_parameters": True, "bucket_cap_mb": 5, "compile": True}},
     "zero1": {"parallel": {"static_graph": True}, "train": {"grad_accum": 1}},
     "fsdp": {
-        "parallel": {"prefetch": 3, "recompute": "full", "recompute_layers": 1},
+        "parallel": {"prefetch": 3, "recompute": "full", "recompute_layers": 1, "offload_activations": True},
         "train": {"loss_chunks": 4},
         "optimizer": {"in_backward": True, "clip_norm": "none", "name": "sgd"},
     },

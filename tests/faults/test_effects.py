@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+import shardwise.parallel.activation_offload as offload_module
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.chunked_loss as loss_chunks_module
 import shardwise.parallel.data_parallel.ddp as ddp_module
@@ -31,6 +32,7 @@ from tests.models import decoder, ragged_batches
 from tests.turns import by_turns
 from tests.worlds import run_each, run_world
 
+ATTACH = offload_module.SavedOnHost.attach
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload", "hsdp+offload")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -208,6 +210,20 @@ def sabotage_all_layers(strategy: str) -> list[str]:
     return run(planned(strategy, recompute="full", recompute_layers=1), 1, "plain")
 
 
+def sabotage_kept_activations(strategy: str) -> list[str]:
+    """Activations were to be offloaded, and the hook keeps the tensors that it is given."""
+    offload_module.to_host = lambda flat: flat
+    return run(planned(strategy, offload_activations=True), 1, "plain")
+
+
+def sabotage_no_hooks(strategy: str) -> list[str]:
+    apply_module.SavedOnHost.attach = lambda self, block: None
+    try:
+        return run(planned(strategy, offload_activations=True), 1, "plain")
+    finally:
+        apply_module.SavedOnHost.attach = ATTACH
+
+
 def sabotage_offload(strategy: str) -> list[str]:
     from torch.distributed.fsdp import OffloadPolicy
 
@@ -330,6 +346,9 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_recompute, "fsdp", "block forwards per step"),
     (sabotage_all_layers, "ddp", "blocks recomputed"),
     (sabotage_all_layers, "fsdp", "block forwards per step"),
+    (sabotage_kept_activations, "ddp", "activations offloaded"),
+    (sabotage_kept_activations, "fsdp", "activations offloaded"),
+    (sabotage_no_hooks, "fsdp", "activations offloaded"),
     (sabotage_offload, "fsdp+offload", "state lives on"),
     (sabotage_resharding, "fsdp", "all_gather per step"),
     (sabotage_chunks, "ddp", "logits at once"),
@@ -368,7 +387,7 @@ def test_no_alarm_under_the_options_of_ddp() -> None:
     assert run_each(clean_ddp, 2, calls) == [[[], []]] * len(calls)
 
 
-PATCHED = (apply_module, ddp_module, loss_chunks_module, shard_module, session_module, stream_module)
+PATCHED = (apply_module, offload_module, ddp_module, loss_chunks_module, shard_module, session_module, stream_module)
 
 
 def and_back(sabotage: Callable[[str], list[str]], strategy: str) -> list[str]:

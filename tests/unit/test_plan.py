@@ -45,6 +45,7 @@ OTHERS = {
     "pipeline_schedule": "zbv",
     "virtual_stages": 2,
     "recompute_layers": 3,
+    "offload_activations": True,
     "compile": True,
     "prefetch": 3,
     "optimizer_in_backward": True,

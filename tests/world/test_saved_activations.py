@@ -1,4 +1,4 @@
-"""What blocks save for the backward, on real ranks: recomputed for the first blocks only."""
+"""What blocks save for the backward, on real ranks: recomputed for the first blocks only, or kept in host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardwise.parallel.decide import check_model
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import LIMIT, Case, Still, ragged, train
+from shardwise.units import bytes_text
+from tests.contract import LENGTH, LIMIT, MICRO_BATCH, Case, Still, ragged, train
 from tests.families import family
 from tests.worlds import run_each
 
@@ -29,12 +30,32 @@ CASES = [
     Case(2, "fsdp+tp2", "qwen3", options=FULL | {"recompute_layers": 2}),
     Case(2, "ddp+cp2", "llama", options=FULL | {"recompute_layers": 2}),
 ]
+AWAY: dict[str, Any] = {"offload_activations": True}
+OFFLOADED = [
+    Case(2, "ddp", "llama", options=AWAY),
+    Case(2, "ddp", "own", options=AWAY | FULL),
+    Case(2, "fsdp", "gpt2", options=AWAY),
+    Case(2, "fsdp", "llama", options=AWAY | FULL),
+    Case(2, "fsdp", "qwen3", options=AWAY | FULL | {"recompute_layers": 2}),
+    Case(2, "fsdp+pp2", "llama", options=AWAY),
+    Case(2, "ddp+pp2", "own", accum=4, options=AWAY | FULL | INTERLEAVED),
+    Case(2, "fsdp+tp2", "llama", options=AWAY),
+    Case(2, "ddp+cp2", "llama", options=AWAY),
+]
 
 
 def test_the_gradient_is_that_of_one_process_whichever_blocks_are_recomputed() -> None:
-    found = run_each(train, 2, [(case,) for case in CASES], timeout_s=300.0)
+    check_gradients(CASES)
+
+
+def test_the_gradient_is_that_of_one_process_where_activations_are_offloaded() -> None:
+    check_gradients(OFFLOADED)
+
+
+def check_gradients(cases: list[Case]) -> None:
+    found = run_each(train, 2, [(case,) for case in cases], timeout_s=300.0)
     wrong = {}
-    for case, ranks in zip(CASES, found, strict=True):
+    for case, ranks in zip(cases, found, strict=True):
         far = {rank: result["worst"] for rank, result in enumerate(ranks) if not result["worst"][0] <= LIMIT}
         held = {name for result in ranks for name in result["names"]} ^ set(ranks[0]["expected"])
         wrong |= {str(case): (far, held)} if far or held else {}
@@ -77,3 +98,16 @@ def test_more_blocks_than_there_are_is_refused() -> None:
     plan = Case(1, "ddp", "llama", options=FULL | {"recompute_layers": 5}).plan
     with pytest.raises(ModelError, match="recompute_layers 5 is more than the model's 4 blocks; give at most 4"):
         check_model(read_model(family("llama")), plan)
+
+
+def test_the_receipt_has_the_bytes_that_went_to_host_memory() -> None:
+    found = run_each(lines_of, 2, [(case,) for case in OFFLOADED], timeout_s=300.0)
+    for case, ranks in zip(OFFLOADED, found, strict=True):
+        for lines, false, _ in ranks:
+            assert not false, (str(case), false)
+            moved, _, back = lines["activations offloaded"].partition(", ")
+            assert back == f"{moved} came back", (str(case), lines["activations offloaded"])
+    for case, ranks in zip(OFFLOADED, found, strict=True):
+        if case.strategy == "fsdp" and case.options.get("recompute") == "full" and len(case.options) == 2:
+            inputs = 2 * 4 * MICRO_BATCH * LENGTH * 8 * family("llama").config.hidden_size  # micros, blocks, float64
+            assert ranks[0][0]["activations offloaded"].startswith(bytes_text(inputs) + ",")

@@ -1,7 +1,8 @@
 """Apply a plan to a live module: every step, in order, on this page.
 
 check → adapters → types at rest → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel →
-loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → optimizer.
+loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → FSDP2 or DDP → activation
+offload → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -25,6 +26,7 @@ from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
+from shardwise.parallel.activation_offload import SavedOnHost
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
@@ -66,6 +68,7 @@ class Applied:
     decision: Decision | None = None
     engine: Engine | None = None
     experts: ExpertMeshes | None = None
+    on_host: SavedOnHost | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
@@ -141,7 +144,14 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts)
+    on_host = None
+    if plan.offload_activations:
+        on_host = SavedOnHost(device)
+        for block in ordered:
+            on_host.attach(block)
+    return Applied(
+        plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts, on_host=on_host
+    )
 
 
 def is_unwrapped(module: object) -> bool:

@@ -315,6 +315,7 @@ def axis_problems(plan: Plan) -> list[str]:
         )
     if plan.recompute_layers is not None and plan.recompute == "none":
         wrong.append(LAYERS_IDLE)
+    wrong += saved_problems(plan) if plan.offload_activations else []
     wrong += stage_problems(plan) + type_problems(plan)
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
@@ -374,6 +375,24 @@ def engine_problems(plan: Plan) -> list[str]:
         wrong.append(f"{strategy} reduces gradients as its ZeRO stage does: {_NO_EFFECT}")
     if strategy.nvme and not plan.nvme_path:
         wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")
+    return wrong
+
+
+def saved_problems(plan: Plan) -> list[str]:
+    """Return why what blocks save cannot be kept in host memory, where requested."""
+    requested, wrong = "offload_activations", []
+    if plan.recompute == "selective":
+        wrong.append(
+            f"{requested}: what selective recompute keeps does not pass through autograd's hooks; set recompute to "
+            "full or none"
+        )
+    if plan.compile:
+        wrong.append(f"{requested}: what compiled blocks save is the compiler's choice; set compile to false")
+    if plan.parsed.engine != "torch":
+        wrong.append(
+            f"{requested} is not for {plan.parsed}, whose engine gathers weights inside of blocks, where they look "
+            "like activations; use fsdp"
+        )
     return wrong
 
 

@@ -218,8 +218,8 @@ def print_explanation(
     for name in ("allocated", "reserved", "device"):
         table.add_row(f"[bold]{name}[/]", bytes_text(getattr(memory, name)), _PEAKS[name])
     console.print(table)
-    if memory.offloaded_bytes or memory.host_bytes:
-        away = bytes_text(memory.offloaded_bytes)
+    if memory.uses_host or memory.host_bytes:
+        away = bytes_text(memory.offloaded_bytes + memory.offloaded_activations)
         console.print(f"host memory of a node: {bytes_text(memory.host_bytes)}; a rank has offloaded {away}")
     for phase in memory.phases:
         console.print(f"  {phase.name:<11} {bytes_text(phase.allocated):>11}  reserved {bytes_text(phase.reserved)}")

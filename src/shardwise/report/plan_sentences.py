@@ -16,6 +16,8 @@ def options_text(plan: Plan) -> str:
         found.append(f"adapters of rank {plan.adapter.rank} beside {', '.join(plan.adapter.targets)}")
     if plan.loss_chunks > 1:
         found.append(f"the loss in {plan.loss_chunks} chunks")
+    if plan.offload_activations:
+        found.append("activations of blocks in host memory")
     if plan.optimizer_in_backward:
         found.append("the optimizer in the backward")
     if plan.reference != "none":
@@ -42,7 +44,7 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, block
     beside = f", {options}" if (options := options_text(plan)) else ""
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision} with {recompute}{beside}: {plan.reason}."]
     needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
-    if best.memory.offloaded_bytes:
+    if best.memory.uses_host and plan.device == "cuda":
         has = cluster.host_memory_bytes
         room = "; whether it has that is not known" if has is None else f" of {bytes_text(has)}"
         needs += f" (a node's host {bytes_text(best.memory.host_bytes)}{room})"

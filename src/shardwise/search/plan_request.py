@@ -112,6 +112,11 @@ class PlanRequest(BaseModel):
         CommandOption(help="Recompute only the first so many blocks, of each pipeline stage.", min=1, max=2**16),
         Word(int | None),
     ] = None
+    offload_activations: Annotated[
+        bool,
+        CommandOption("--offload-activations", help="Keep what blocks save for the backward in host memory."),
+        Word(bool, False),
+    ] = False
     precision: Annotated[
         Precision | None, CommandOption(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
     ] = None
@@ -231,6 +236,7 @@ class PlanRequest(BaseModel):
         given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
         given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
         given |= {"compile": True} if self.compiled else {}
+        given |= {"offload_activations": True} if self.offload_activations else {}
         given |= {} if self.recompute_layers is None else {"recompute_layers": self.recompute_layers}
         if self.virtual_stages > 1:
             given |= {"virtual_stages": self.virtual_stages, "pipeline_schedule": "interleaved-1f1b"}

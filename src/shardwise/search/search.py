@@ -285,7 +285,7 @@ def _step_s(problem: SearchProblem, plan: Plan) -> float:
 def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
     """Build a candidate with hours and dollars, the pipeline's stages, and a note if the host's memory is unknown."""
     cluster = problem.cluster
-    if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
+    if memory.uses_host and memory.host_bytes and cluster.host_memory_bytes is None:
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
         memory = memory.model_copy(update={"notes": (*memory.notes, note)})
     candidate = Candidate(
@@ -303,7 +303,7 @@ def fits(problem: SearchProblem, memory: Estimate) -> bool | None:
     Offloaded bytes must also be under the host's memory; where that is not known, the candidate's notes say so.
     """
     host = problem.cluster.host_memory_bytes
-    if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
+    if memory.uses_host and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return False
     if problem.usable is None:
         return None

@@ -43,7 +43,7 @@ CONFIG = "config.json"
 BYTES = ("memory_bytes", "phases")
 SECONDS = ("time_parts_s", "step_parts_s")
 MONEY = ("cost", "dollars_per_million_tokens", "dollars", "per_device_hour", "price_per_device_hour")
-FLAGS = ("compiled", "any_plan", "optimizer_in_backward")
+FLAGS = ("compiled", "any_plan", "optimizer_in_backward", "offload_activations")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)  # of JSON; one that does not end takes the rest
 
 

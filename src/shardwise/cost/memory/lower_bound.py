@@ -127,6 +127,8 @@ def _moments_of(
         temporaries += largest * workload.loop_temporaries
         temporaries = min(temporaries, largest) if plan.optimizer_in_backward else temporaries
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
+    if plan.offload_activations and layout.is_cuda:
+        kept = sum(b.kept * p.count for p, _, b in rows if not p.is_block)
     if layout.autocasts:
         copies = sum(w.copies * p.count for p, w, _ in rows if p.recompute == "none")
     copies += sum(w.exchanged * p.count for p, w, _ in rows if p.recompute == "none")

@@ -42,6 +42,7 @@ def _saved_by_one(s: CostInputs) -> Iterator[float]:
         keeps = piece.is_block or s.program.recompute == "none"
         saved = [op.saved for op in unit.ops] if alone else [unit.kept]
         copies = (weights.copies if s.layout.autocasts else 0) + weights.exchanged
+        saved = [] if piece.is_block and s.program.saves_on_host else saved
         one = [size * s.micro for size in saved] + [float(copies) if alone and keeps else 0.0]
         for _ in range(piece.count):
             yield from (size for size in one if size)

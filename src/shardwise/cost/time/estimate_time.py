@@ -25,7 +25,7 @@ from shardwise.cost.memory.local_shapes import framework_of
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitTime, WorkSplit, is_finite, unit_time
 from shardwise.cost.time.machine import Machine, Rates, machine_of
-from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
+from shardwise.cost.time.optimizer_time import MASTER_BYTES, activations_s, update_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
@@ -130,7 +130,7 @@ def step_time(
     )
     if program.overlaps_zero1:  # behind the first forwards of the next step, which it slows a little
         after = max(0.0, after - sum(f for f, _ in hosted[:1])) + CONTENTION * after
-    parts["optimizer_s"], parts["offload_s"] = optimizer, offload
+    parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:
         parts["host_s"] += STEP_HOST_S
