@@ -13,6 +13,7 @@ computes: the device waits for them, the host does not.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -107,6 +108,14 @@ class SavedOnHost:
         self.returned += packed.copy.host.nbytes if packed.copy.back is None else 0
         flat = packed.copy.on_device().view(packed.dtype)
         return flat.as_strided(packed.size, packed.stride, packed.offset)
+
+
+def save_on_host(blocks: Iterable[nn.Module], device: torch.device) -> SavedOnHost:
+    """Run the forwards of ``blocks`` under hooks; call it once they are complete, with their weights sharded."""
+    hooks = SavedOnHost(device)
+    for block in blocks:
+        hooks.attach(block)
+    return hooks
 
 
 def to_host(flat: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
-from shardwise.parallel.activation_offload import SavedOnHost
+from shardwise.parallel.activation_offload import SavedOnHost, save_on_host
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
@@ -119,8 +119,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
             exchange = apply_context(stage, decision.context, meshes.cp, exchange)
         if decision.head is not None:
             apply_loss_chunks(stage, decision.head, plan.loss_chunks)
-        layers = plan.recompute_layers
-        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile, layers=layers)
+        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile, layers=plan.recompute_layers)
         compiled = apply_compile(wrapped, plan, compiled)
         blocks |= dict(zip(names, wrapped, strict=True))
 
@@ -144,14 +143,8 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    on_host = None
-    if plan.offload_activations:
-        on_host = SavedOnHost(device)
-        for block in ordered:
-            on_host.attach(block)
-    return Applied(
-        plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, experts=experts, on_host=on_host
-    )
+    away = save_on_host(ordered, device) if plan.offload_activations else None
+    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, None, experts, away)
 
 
 def is_unwrapped(module: object) -> bool:
