@@ -125,7 +125,7 @@ def _choice(candidate: Candidate) -> str:
     plan = candidate.plan
     if candidate.fits is False:
         return "does not fit"
-    again = "" if plan.recompute == "none" else f", {plan.recompute}"
+    again = "" if plan.recompute == "none" else f", {plan.recompute_words}"
     return f"{plan.strategy}, {plan.micro_batch}×{plan.grad_accum}{again}"
 
 

@@ -28,7 +28,7 @@ LLAMA_70B = {
     "max_position_embeddings": 131072,
 }
 KEPT = ["parameters", "gradients", "optimizer", "activations", "logits", "buffers", "temporaries", "context"]
-MEMORY = [*KEPT, "allocated", "reserved", "device", "offloaded", "host"]
+MEMORY = [*KEPT, "allocated", "reserved", "device", "offloaded", "offloaded_activations", "host"]
 
 
 @pytest.fixture(scope="module")

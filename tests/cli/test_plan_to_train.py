@@ -18,7 +18,7 @@ from shardwise.run.checks import check_plan
 from shardwise.train.config import read_config
 from tests.cli.configs import write_config
 from tests.cli.test_plan_command import command
-from tests.unit.test_parallel_options import strategies
+from tests.unit.test_parallel_options import BESIDE, strategies
 from tests.unit.test_plan import OTHERS
 
 NOT_ON_A_CPU = {"async_tp", "nvme_path"}  # the one needs GPUs, the other DeepSpeed
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {"parallel": {"find_unused_parameters": True, "bucket_cap_mb": 5, "compile": True}},
     "zero1": {"parallel": {"static_graph": True}, "train": {"grad_accum": 1}},
     "fsdp": {
-        "parallel": {"prefetch": 3, "recompute": "full"},
+        "parallel": {"prefetch": 3, "recompute": "full", "recompute_layers": 1, "offload_activations": True},
         "train": {"loss_chunks": 4},
         "optimizer": {"in_backward": True, "clip_norm": "none", "name": "sgd"},
     },
@@ -101,10 +101,12 @@ def test_a_config_that_says_otherwise_is_refused(option: str, tmp_path: Path) ->
     key, other = CONFIG_KEYS[option], OTHERS[option]
     table, _, name = key.partition(".")
     file = write_config(
-        tmp_path, optimizer={"clip_norm": "none"}, **({} if table == "optimizer" else {table: {name: other}})
+        tmp_path,
+        optimizer={"clip_norm": "none"},
+        **({} if table == "optimizer" else {table: {name: other, **BESIDE.get(option, {})}}),
     )
     config = read_config(file, ["optimizer.in_backward=true"] if table == "optimizer" else [], planned=strategy)
-    plan = Plan(strategy=strategy, dims=ParallelDims(dp_replicate=2))
+    plan = Plan(strategy=strategy, dims=ParallelDims(dp_replicate=2), **BESIDE.get(option, {}))
     with pytest.raises(PlanError) as refused:
         check_plan(config, parse_cluster("2xcpu"), plan)
     assert any(f"{key} is {other}, but the plan " in line for line in refused.value.problems)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+import shardwise.parallel.activation_offload as offload_module
 import shardwise.parallel.apply as apply_module
 import shardwise.parallel.chunked_loss as loss_chunks_module
 import shardwise.parallel.data_parallel.ddp as ddp_module
@@ -31,6 +32,7 @@ from tests.models import decoder, ragged_batches
 from tests.turns import by_turns
 from tests.worlds import run_each, run_world
 
+ATTACH = offload_module.SavedOnHost.attach
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "zero2+offload", "fsdp+offload", "hsdp+offload")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -201,6 +203,27 @@ def sabotage_recompute(strategy: str) -> list[str]:
     return run(strategy, 1, "recompute")
 
 
+def sabotage_all_layers(strategy: str) -> list[str]:
+    """Recompute of one block was asked for, and all are wrapped."""
+    plain = apply_module.apply_recompute
+    apply_module.apply_recompute = lambda module, mode, blocks, layers, **more: plain(module, mode, blocks, **more)
+    return run(planned(strategy, recompute="full", recompute_layers=1), 1, "plain")
+
+
+def sabotage_kept_activations(strategy: str) -> list[str]:
+    """Activations were to be offloaded, and the hook keeps the tensors that it is given."""
+    offload_module.to_host = lambda flat: flat
+    return run(planned(strategy, offload_activations=True), 1, "plain")
+
+
+def sabotage_no_hooks(strategy: str) -> list[str]:
+    apply_module.SavedOnHost.attach = lambda self, block: None
+    try:
+        return run(planned(strategy, offload_activations=True), 1, "plain")
+    finally:
+        apply_module.SavedOnHost.attach = ATTACH
+
+
 def sabotage_offload(strategy: str) -> list[str]:
     from torch.distributed.fsdp import OffloadPolicy
 
@@ -277,7 +300,11 @@ def sabotage_one_chunk(strategy: str) -> list[str]:
 
 
 def chunked(strategy: str) -> Plan:
-    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), loss_chunks=3)
+    return planned(strategy, loss_chunks=3)
+
+
+def planned(strategy: str, **options: Any) -> Plan:
+    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), **options)
 
 
 def sabotage_plain_ddp(strategy: str) -> list[str]:
@@ -290,11 +317,7 @@ def sabotage_plain_ddp(strategy: str) -> list[str]:
             super().__init__(module, **{key: value for key, value in options.items() if key not in mine})
 
     ddp_module.Replicated = Plain
-    return run(with_ddp_options(strategy, static_graph=True, find_unused_parameters=True, bucket_cap_mb=2), 1, "plain")
-
-
-def with_ddp_options(strategy: str, **options: Any) -> Plan:
-    return Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), dist.get_world_size()), **options)
+    return run(planned(strategy, static_graph=True, find_unused_parameters=True, bucket_cap_mb=2), 1, "plain")
 
 
 SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
@@ -321,6 +344,11 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_same_samples, "fsdp", "samples across ranks"),
     (sabotage_recompute, "ddp", "block forwards per step"),
     (sabotage_recompute, "fsdp", "block forwards per step"),
+    (sabotage_all_layers, "ddp", "blocks recomputed"),
+    (sabotage_all_layers, "fsdp", "block forwards per step"),
+    (sabotage_kept_activations, "ddp", "activations offloaded"),
+    (sabotage_kept_activations, "fsdp", "activations offloaded"),
+    (sabotage_no_hooks, "fsdp", "activations offloaded"),
     (sabotage_offload, "fsdp+offload", "state lives on"),
     (sabotage_resharding, "fsdp", "all_gather per step"),
     (sabotage_chunks, "ddp", "logits at once"),
@@ -350,7 +378,7 @@ DDP_OPTIONS = (
 
 
 def clean_ddp(strategy: str, accum: int, options: dict[str, Any]) -> list[str]:
-    return run(with_ddp_options(strategy, grad_accum=accum, **options), accum, "plain")
+    return run(planned(strategy, grad_accum=accum, **options), accum, "plain")
 
 
 def test_no_alarm_under_the_options_of_ddp() -> None:
@@ -359,7 +387,7 @@ def test_no_alarm_under_the_options_of_ddp() -> None:
     assert run_each(clean_ddp, 2, calls) == [[[], []]] * len(calls)
 
 
-PATCHED = (apply_module, ddp_module, loss_chunks_module, shard_module, session_module, stream_module)
+PATCHED = (apply_module, offload_module, ddp_module, loss_chunks_module, shard_module, session_module, stream_module)
 
 
 def and_back(sabotage: Callable[[str], list[str]], strategy: str) -> list[str]:

@@ -103,6 +103,8 @@ class TestRoundTrip:
             "gradient_sync": ("fsdp", {"gradient_sync": "every"}),
             "compile": ("fsdp", {"compile": True}),
             "prefetch": ("fsdp", {"prefetch": 3}),
+            "recompute_layers": ("deepspeed-zero2", {"recompute": "full", "recompute_layers": 2}),
+            "offload_activations": ("fsdp", {"offload_activations": True}),
             "loss_chunks": ("fsdp", {"loss_chunks": 4}),
             "adapter": ("fsdp+lora", {"adapter": AdapterOptions(rank=4, targets=("q_proj",))}),
             "device": ("deepspeed-zero2", {"device": "cuda"}),

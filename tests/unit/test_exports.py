@@ -268,6 +268,14 @@ def test_every_part_of_a_plan_is_kept_or_lost_somewhere() -> None:
     assert set(TARGETS) == {"pytorch", "accelerate", "trainer", "fabric", "torchtitan", "deepspeed"}
 
 
+def test_some_recomputed_blocks_are_written_or_named() -> None:
+    plan = plan_of(recompute="full", recompute_layers=2)
+    assert "        if block in blocks[:2]:\n            checkpoint(block)\n" in export_fabric(plan, None).text
+    titan = export_titan(plan, None, 1.0).lost
+    for lines in (titan, export_accelerate(plan, None).lost, export_trainer(plan, config_of(), 1.0).lost):
+        assert any(line.startswith("recompute_layers 2: ") for line in lines), lines
+
+
 @pytest.mark.parametrize("name", [name for name in TARGETS if not TARGETS[name].needs_config])
 def test_types_that_no_file_says_are_not_lost(name: str) -> None:
     plan = Plan(strategy="fsdp", dims=ParallelDims(dp_shard=2), micro_batch=1, weights="compute")

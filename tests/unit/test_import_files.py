@@ -239,6 +239,8 @@ ODD: list[tuple[str, dict[str, Any], dict[str, Any] | str]] = [
     ("axolotl", {"num_epochs": 0, "max_steps": -1}, "num_epochs is 0"),
     ("axolotl", {}, {"precision": "bf16", "optimizer.warmup_steps": 3}),
     ("axolotl", {"bf16": False}, {"precision": "fp32"}),
+    ("axolotl", {"activation_offloading": True}, {"parallel.offload_activations": True}),
+    ("axolotl", {"activation_offloading": "legacy"}, "is not run; it is true or false"),
     ("axolotl", {"warmup_ratio": 0.015}, {"optimizer.warmup_steps": 2}),
     ("axolotl", {"fsdp": ["full_shard", "offload"]}, {"strategy": "fsdp+offload+lora"}),
     ("axolotl", {"fsdp": ["hybrid_shard"]}, {"strategy": "hsdp+lora"}),

@@ -33,6 +33,7 @@ WITHOUT = {FULL_PARAMETERS: "fsdp", "+tp": "fsdp", "+pp": "fsdp", "+nvme": "deep
 WITH = {FULL_PARAMETERS: "ddp", "+tp": "fsdp+tp2", "+pp": "fsdp+pp2", "+nvme": "deepspeed-zero3+nvme"}
 ON_GPUS = {"async_tp"}  # its sabotage needs two of them
 OPTIONS = list(OPTION_SPECS)
+BESIDE = {"recompute_layers": {"recompute": "full"}}  # what an option is of, besides a strategy
 CONFIG = """
 model = {factory = "a:b"}
 data = {path = "x", seq_len = 8}
@@ -60,7 +61,8 @@ def test_a_plan_refuses_it_where_it_has_no_effect(option: str) -> None:
 def test_the_table_has_it_and_refuses_it_where_it_has_no_effect(option: str) -> None:
     there, elsewhere = strategies(option)
     assert ParallelTable.model_fields[option].description == ParallelOptions.model_fields[option].description
-    assert getattr(ParallelTable(strategy=there, **{option: OTHERS[option]}), option) == OTHERS[option]
+    beside = BESIDE.get(option, {})
+    assert getattr(ParallelTable(strategy=there, **{option: OTHERS[option]}, **beside), option) == OTHERS[option]
     if elsewhere is not None:
         with pytest.raises(ValueError, match=f"'{option}' does nothing without"):
             ParallelTable(strategy=elsewhere, **{option: OTHERS[option]})
@@ -73,7 +75,8 @@ def test_a_config_carries_it_into_the_plan(option: str, tmp_path: Path) -> None:
     there, _ = strategies(option)
     table, _, key = CONFIG_KEYS[option].partition(".")
     with file.open("a") as config_file:
-        config_file.write(tomli_w.dumps({table: {key: OTHERS[option]}}) if table == "parallel" else "")
+        given = {key: OTHERS[option], **BESIDE.get(option, {})}
+        config_file.write(tomli_w.dumps({table: given}) if table == "parallel" else "")
     overrides = [] if table == "parallel" else [f"{table}.{key}={json.dumps(OTHERS[option])}"]
     config = read_config(file, [*overrides, f"parallel.strategy={there}"])
     assert getattr(with_options(Plan(strategy=there), config), option) == OTHERS[option]

@@ -44,6 +44,8 @@ OTHERS = {
     "async_tp": True,
     "pipeline_schedule": "zbv",
     "virtual_stages": 2,
+    "recompute_layers": 3,
+    "offload_activations": True,
     "compile": True,
     "prefetch": 3,
     "optimizer_in_backward": True,

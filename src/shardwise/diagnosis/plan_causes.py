@@ -35,7 +35,7 @@ def recompute(case: Case) -> Iterator[Finding]:
         if known
         else f"Recomputing forwards takes {case.of_step(seconds)}; whether it is needed is not known.",
         seconds=seconds,
-        evidence=[f"recompute is {plan.recompute}", _room(case, other)],
+        evidence=[f"recompute is {plan.recompute_words}", _room(case, other)],
         fix=f"parallel.recompute={other.plan.recompute if other else 'none'}",
     )
 

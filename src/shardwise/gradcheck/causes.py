@@ -235,7 +235,7 @@ def _suspects(plan: Plan) -> list[str]:
     if plan.dims.tp > 1 and plan.sequence_parallel:
         named.append("sequence_parallel")
     if plan.recompute != "none":
-        named.append(f"recompute {plan.recompute}")
+        named.append(f"recompute {plan.recompute_words}")
     if plan.syncs_every_micro_batch:
         named.append("gradient_sync every")
     return (

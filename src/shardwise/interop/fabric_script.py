@@ -8,7 +8,15 @@ from shardwise.interop.plan_parts import base_problems, unexpressed
 from shardwise.plan.plan import Plan
 
 TOOL = "Fabric"
-_HAS = {"recompute", "offload", "compile", "find_unused_parameters", "static_graph", "bucket_cap_mb"}
+_HAS = {
+    "recompute",
+    "recompute_layers",
+    "offload",
+    "compile",
+    "find_unused_parameters",
+    "static_graph",
+    "bucket_cap_mb",
+}
 
 
 def export_fabric(plan: Plan, clip_norm: float | None) -> Exported:
@@ -85,6 +93,8 @@ def _blocks(plan: Plan) -> tuple[list[str], list[str]]:
 
 def _each_block(plan: Plan) -> list[str]:
     lines = ["        checkpoint(block)"] if plan.recompute != "none" else []
+    if plan.recompute_layers is not None:
+        lines = [f"        if block in blocks[:{plan.recompute_layers}]:", "            checkpoint(block)"]
     return lines + (["        block.compile()"] if plan.compile else [])
 
 

@@ -33,9 +33,9 @@ PACKED_MATMUL = "bitsandbytes::gemm_4bit"  # registered once bitsandbytes is imp
 
 
 def apply_recompute(
-    module: nn.Module, mode: Recompute, blocks: Sequence[str], *, compiled: bool = False
+    module: nn.Module, mode: Recompute, blocks: Sequence[str], *, compiled: bool = False, layers: int | None = None
 ) -> list[nn.Module]:
-    """Wrap each block in place and return the blocks that are in the module afterwards.
+    """Wrap the first ``layers`` blocks (all for ``None``) in place; return the blocks that are in the module then.
 
     Recomputation counts as ``recompute`` in a step's time, except in ``compiled`` blocks, where the compiler
     decides what runs when.
@@ -54,14 +54,14 @@ def apply_recompute(
     if not compiled:
         options = {"context_fn": _told_contexts if mode == "selective" else _plain_contexts}
     wrapped = []
-    for name in blocks:
+    for name in blocks[:layers]:
         parent, _, child = name.rpartition(".")
         block = checkpoint_wrapper(
             module.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=True, **options
         )
         module.get_submodule(parent).register_module(child, block)
         wrapped.append(block)
-    return wrapped
+    return wrapped + [module.get_submodule(name) for name in blocks[len(wrapped) :]]
 
 
 def _plain_contexts() -> tuple[Any, Any]:

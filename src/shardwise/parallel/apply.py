@@ -2,7 +2,7 @@
 
 check → adapters → types at rest → decide → meshes → batch norm → pipeline stages → tensor parallel → context parallel →
 loss chunks → activation checkpointing → compile → precision → weights → experts over ranks → fp8 layers → FSDP2 or
-DDP → optimizer.
+DDP → activation offload → optimizer.
 
 The result is standard PyTorch: an ``nn.Module`` (sharded in place, or inside DDP) and a
 ``torch.optim.Optimizer`` over its parameters.
@@ -26,6 +26,7 @@ from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name, read_model
 from shardwise.parallel.activation_checkpointing import apply_recompute
+from shardwise.parallel.activation_offload import SavedOnHost, save_on_host
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
@@ -69,6 +70,7 @@ class Applied:
     engine: Engine | None = None
     experts: ExpertMeshes | None = None
     fp8: Converted | None = None
+    on_host: SavedOnHost | None = None
 
 
 def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = None, fill: Fill | None = None) -> Applied:
@@ -120,7 +122,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
             exchange = apply_context(stage, decision.context, meshes.cp, exchange)
         if decision.head is not None:
             apply_loss_chunks(stage, decision.head, plan.loss_chunks)
-        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile)
+        wrapped = apply_recompute(stage, plan.recompute, names, compiled=plan.compile, layers=plan.recompute_layers)
         compiled = apply_compile(wrapped, plan, compiled)
         blocks |= dict(zip(names, wrapped, strict=True))
 
@@ -146,7 +148,10 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
     ordered = tuple(blocks[name] for name in spec.blocks if name in blocks)
-    return Applied(plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, None, experts, converted)
+    away = save_on_host(ordered, device) if plan.offload_activations else None
+    return Applied(
+        plan, outer, module, ordered, spec, meshes, pipeline, notes, decision, None, experts, converted, away
+    )
 
 
 def is_unwrapped(module: object) -> bool:

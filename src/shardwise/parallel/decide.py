@@ -100,6 +100,12 @@ def check_model(spec: ModelSpec, plan: Plan) -> None:
         raise ModelError(f"the model has no trainable parameters: {frozen}; leave requires_grad True on some")
     if plan.recompute != "none" and not spec.blocks:
         apply_recompute(nn.Module(), plan.recompute, ())
+    if (plan.recompute_layers or 0) > len(spec.blocks):
+        most = len(spec.blocks)
+        raise ModelError(
+            f"recompute_layers {plan.recompute_layers} is more than the model's {most} blocks; give at most {most}, or "
+            "leave it out for all"
+        )
     dims = plan.dims
     if plan.parsed.shards_parameters or (dims.tp * dims.pp > 1 and dims.dp * dims.cp > 1):  # FSDP2 wraps it
         units = [[p for p in spec.parameters if p.block == block] for block in (*spec.blocks, None)]

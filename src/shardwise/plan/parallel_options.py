@@ -67,6 +67,12 @@ class ParallelOptions(BaseModel):
     virtual_stages: Annotated[int, Field(ge=1, le=2**16), OptionSpec("stages here", "+pp")] = Field(
         1, description="+pp: stages of a rank; what the schedule needs if left out"
     )
+    recompute_layers: Annotated[int | None, Field(ge=1, le=2**16), OptionSpec("blocks recomputed")] = Field(
+        None, description="recompute: only the first so many blocks, of each pipeline stage; all, if left out"
+    )
+    offload_activations: Annotated[bool, OptionSpec("activations offloaded")] = Field(
+        False, description="keep what blocks save for the backward in host memory; with recompute full their inputs"
+    )
     compile: Annotated[bool, OptionSpec("blocks compiled")] = Field(False, description="torch.compile on each block")
     prefetch: Annotated[int, Field(ge=1, le=2**16), OptionSpec("blocks gathered ahead", SHARDED_PARAMETERS)] = Field(
         1, description="blocks ahead of which sharded weights are gathered"

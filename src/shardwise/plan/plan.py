@@ -43,6 +43,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 _STAGES = ("strategy", "dims", "pipeline_schedule", "virtual_stages")  # what the number of stages depends on
 _PLANNED = " can be planned but is not run"
+LAYERS_IDLE = "recompute_layers does nothing without recompute; set recompute to full or selective, or leave it out"
 _NO_EFFECT = "gradient_sync = 'every' has no effect; remove it"
 
 
@@ -126,6 +127,21 @@ class Plan(StepOptions, ParallelOptions):
     def syncs_every_micro_batch(self) -> bool:
         """Return True where sharded gradients are reduced after every micro batch of several."""
         return self.gradient_sync == "every" and self.grad_accum > 1 and self.parsed.shards_parameters
+
+    def recomputed(self, blocks: int) -> int:
+        """Return how many of the ``blocks`` of a pipeline stage are recomputed: the first so many.
+
+        Backward reaches the first ones last, when all others have freed what they saved.
+        """
+        if self.recompute == "none":
+            return 0
+        return blocks if self.recompute_layers is None else min(self.recompute_layers, blocks)
+
+    @property
+    def recompute_words(self) -> str:
+        """Format the mode, and of how many blocks where not of all: ``full of 12 blocks``."""
+        layers = self.recompute_layers
+        return self.recompute if layers is None else f"{self.recompute} of {counted(layers, 'block')}"
 
     @property
     def marks_used_parameters(self) -> bool:
@@ -238,6 +254,11 @@ def unrun_types(plan: Plan) -> list[str]:
             f"fp8 = '{plan.fp8}' with {WEIGHT_WORDS[plan.weights]}: a run casts fp32 weights to fp8; set weights to "
             "fp32, or leave fp8 out"
         ]
+    if plan.fp8 != "none" and plan.offload_activations:
+        return [
+            f"fp8 = '{plan.fp8}' with offload_activations is not run by this version: weights that are cast for a "
+            "product would be moved as if they were activations; leave one of them out"
+        ]
     return []
 
 
@@ -338,6 +359,9 @@ def axis_problems(plan: Plan) -> list[str]:
             f"static_graph with grad_accum {plan.grad_accum}: PyTorch's DDP fails on a first backward that does not "
             "reduce; set grad_accum to 1, or leave static_graph out"
         )
+    if plan.recompute_layers is not None and plan.recompute == "none":
+        wrong.append(LAYERS_IDLE)
+    wrong += saved_problems(plan) if plan.offload_activations else []
     wrong += stage_problems(plan) + type_problems(plan)
     wrong += chunk_problems(plan) if plan.loss_chunks > 1 else []
     wrong += in_backward_problems(plan) if plan.optimizer_in_backward else []
@@ -397,6 +421,24 @@ def engine_problems(plan: Plan) -> list[str]:
         wrong.append(f"{strategy} reduces gradients as its ZeRO stage does: {_NO_EFFECT}")
     if strategy.nvme and not plan.nvme_path:
         wrong.append(f"{strategy} swaps to a drive: set parallel.nvme_path (nvme_path in a plan) to a folder on it")
+    return wrong
+
+
+def saved_problems(plan: Plan) -> list[str]:
+    """Return why what blocks save cannot be kept in host memory, where requested."""
+    requested, wrong = "offload_activations", []
+    if plan.recompute == "selective":
+        wrong.append(
+            f"{requested}: what selective recompute keeps does not pass through autograd's hooks; set recompute to "
+            "full or none"
+        )
+    if plan.compile:
+        wrong.append(f"{requested}: what compiled blocks save is the compiler's choice; set compile to false")
+    if plan.parsed.engine != "torch":
+        wrong.append(
+            f"{requested} is not for {plan.parsed}, whose engine gathers weights inside of blocks, where they look "
+            "like activations; use fsdp"
+        )
     return wrong
 
 

@@ -6,6 +6,7 @@ sent is measured apart from this (`measure.collectives`), so that the two can di
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwise.hardware.cluster import ClusterSpec
@@ -151,7 +152,11 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     firsts = (
         (next((op for op in unit.ops if op.experts and op.kind == "matmul"), None), unit) for unit in profile.units
     )
-    exchanges = DISPATCHES + (REPEATED_DISPATCHES if plan.recompute != "none" else 0)
+    blocks = max(1, profile.num_blocks)
+    again = (
+        dims.pp * plan.virtual_stages * plan.recomputed(math.ceil(blocks / (dims.pp * plan.virtual_stages))) / blocks
+    )
+    exchanges = DISPATCHES + REPEATED_DISPATCHES * min(1.0, again)
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 

@@ -157,14 +157,16 @@ def _ends(pair: list[int]) -> Range:
     return pair[0], pair[1]
 
 
-def expected_block_calls(spec: ModelSpec, plan: Plan, micros: int, calls: Mapping[str, int] | None = None) -> Range:
-    """Return forward calls of the repeated blocks in one optimizer step, with recomputed ones.
+def expected_block_calls(
+    spec: ModelSpec, recomputed: Collection[str], micros: int, calls: Mapping[str, int] | None = None
+) -> Range:
+    """Return forward calls of the repeated blocks in one optimizer step, with those of ``recomputed`` ones.
 
     ``calls`` are those of each block that are not recomputed, if they are not one for each micro batch; a backward may
     then leave some out.
     """
     trained = {p.block for p in spec.parameters if p.trainable}
-    again = 0 if plan.recompute == "none" else 1
     calls = dict.fromkeys(spec.blocks, micros) if calls is None else calls
-    reached = sum(min(micros, number) for block, number in calls.items() if block in trained)
-    return sum(calls.values()) + again * reached, sum(calls.values()) * (1 + again)
+    again = {block: number for block, number in calls.items() if block in recomputed}
+    reached = sum(min(micros, number) for block, number in again.items() if block in trained)
+    return sum(calls.values()) + reached, sum(calls.values()) + sum(again.values())

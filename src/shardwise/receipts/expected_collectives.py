@@ -94,7 +94,8 @@ class _Facts:
         self.sizes = (own if self.plan.precision == "fp32" else NARROW, own)
         self.trained = all(p.trainable for p in spec.parameters)
         self.again = self.plan.recompute != "none"
-        self.again_least = self.again and self.trained and not self.plan.compile  # a graph recomputes what it chooses
+        whole = self.plan.recompute_layers is None  # else some blocks run again, and others do not
+        self.again_least = self.again and self.trained and whole and not self.plan.compile  # a graph chooses itself
 
     def is_here(self, module: str, local: Sequence[str]) -> bool:
         """Return whether a module computes on this rank."""
@@ -254,7 +255,7 @@ def _context(tally: Tally, facts: _Facts, sites: Sequence[str], recorder: StepRe
     here = sum(facts.block_of(site) is not None for site in sites)
     number = here * len(facts.micros)
     if (here < len(sites) and not facts.spec.blocks) or not facts.forwards.one_each(facts.spec.blocks):
-        number = recorder.exchanged // (2 if facts.again else 1)
+        number = recorder.exchanged // (2 if facts.again and facts.plan.recompute_layers is None else 1)
     more = 2 * number if facts.again else 0
     least = (4 * number if facts.trained else 2 * number) + (more if facts.again_least else 0)
     tally.add("all_to_all", "cp", (least, 4 * number + more), (0, 0))

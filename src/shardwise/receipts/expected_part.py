@@ -80,6 +80,12 @@ def planned_stages(session: Session) -> dict[int, tuple[str, ...]]:
     return {stage: blocks[sum(counts[:stage]) : sum(counts[: stage + 1])] for stage in mine}
 
 
+def recomputed_blocks(session: Session) -> frozenset[str]:
+    """Return the blocks on this rank that the plan recomputes: the first ones of each of its stages."""
+    stages = planned_stages(session).values()
+    return frozenset(name for blocks in stages for name in blocks[: session.plan.recomputed(len(blocks))])
+
+
 def run_micros(session: Session, step: Step) -> list[Micro]:
     """Return the micro batches to compute; a pipeline's schedule may add padding ones."""
     micros = list(step.micros)

@@ -64,6 +64,8 @@ class StepRecorder:
         self._compiled_before = (0, 0) if self.compiled is None else (self.compiled.calls, self.compiled.runs)
         self._module, self._exchanged_before = session.module, exchanged_calls(session.module)
         self._received_before = received_rows(session.module)
+        self._on_host = session.applied.on_host
+        self._offloaded_before = (0, 0, 0) if self._on_host is None else self._on_host.counts
         self.recorder.__enter__()
 
     @property
@@ -75,6 +77,16 @@ class StepRecorder:
     def received(self) -> int:
         """Rows that this rank's experts got from all ranks in this step."""
         return received_rows(self._module) - self._received_before
+
+    @property
+    def offloaded(self) -> tuple[int, int, int]:
+        """Bytes that blocks saved in this step, that went to host memory, and that came back."""
+        if self._on_host is None:
+            return 0, 0, 0
+        first, second, third = (
+            after - before for after, before in zip(self._on_host.counts, self._offloaded_before, strict=True)
+        )
+        return first, second, third
 
     @property
     def block_calls(self) -> int:

@@ -13,9 +13,10 @@ from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.price import Prices, offers
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import Plan
 from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.plan.workload import Workload
-from shardwise.report.plan_sentences import options_text, sentences
+from shardwise.report.plan_sentences import options_text, recompute_text, sentences
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.expert_reasons import experts_text
 from shardwise.search.explain_plan import memory_arithmetic, time_parts
@@ -129,7 +130,7 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
             mark,
             f"[bold]{plan.strategy}[/]" if best else plan.strategy,
             f"{plan.micro_batch}×{plan.grad_accum}",
-            RECOMPUTE[plan.recompute],
+            _recompute(plan),
             bar(candidate.memory, limit, most, bars),
             f"{bytes_text(candidate.memory.device_bytes)}{'+?' if candidate.memory.unknown else ''}",
             seconds_text(time.step_s) if time else "unknown",
@@ -139,6 +140,11 @@ def _table(shown: Sequence[Candidate], result: SearchResult, cluster: ClusterSpe
         row += ["–" if candidate.cost is None else money_text(candidate.cost)] if priced else []
         table.add_row(*row)
     return table
+
+
+def _recompute(plan: Plan) -> str:
+    layers = plan.recompute_layers
+    return RECOMPUTE[plan.recompute] if layers is None else f"{RECOMPUTE[plan.recompute]} {layers}"
 
 
 def bar(memory: Estimate, limit: int | None, most: int, cells: int = BAR) -> Text:
@@ -182,7 +188,7 @@ def print_recommendation(
             console.print(f"  {line}", markup=False)
         return
     best = result.candidates[result.recommended]
-    for sentence in sentences(best, cluster, result):
+    for sentence in sentences(best, cluster, result, profile.num_blocks):
         console.print(sentence, markup=False)
     console.print(best.plan.batch_equation(), markup=False)
     for line in result.other_trainings:
@@ -196,7 +202,8 @@ def print_explanation(
 ) -> None:
     """Print the arithmetic of one plan: categories with formulas, phases, time parts, traffic."""
     plan, memory, time = best.plan, best.memory, best.time
-    console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, recompute {plan.recompute}", markup=False)
+    recompute = recompute_text(plan, profile.num_blocks)
+    console.print(f"plan: {plan.strategy} ({plan.dims}), {plan.precision}, {recompute}", markup=False)
     if options := options_text(plan):
         console.print(f"      with {options}", markup=False)
     console.print(f"      {plan.reason}", markup=False)
@@ -211,8 +218,8 @@ def print_explanation(
     for name in ("allocated", "reserved", "device"):
         table.add_row(f"[bold]{name}[/]", bytes_text(getattr(memory, name)), _PEAKS[name])
     console.print(table)
-    if memory.offloaded_bytes or memory.host_bytes:
-        away = bytes_text(memory.offloaded_bytes)
+    if memory.uses_host or memory.host_bytes:
+        away = bytes_text(memory.offloaded_bytes + memory.offloaded_activations)
         console.print(f"host memory of a node: {bytes_text(memory.host_bytes)}; a rank has offloaded {away}")
     for phase in memory.phases:
         console.print(f"  {phase.name:<11} {bytes_text(phase.allocated):>11}  reserved {bytes_text(phase.reserved)}")

@@ -105,6 +105,7 @@ class MemoryBytes(Facts):
     reserved: int | None = Field(description="what the caching allocator takes for them")
     device: int = Field(description="reserved + context: what must be under the device's memory")
     offloaded: int = Field(description="of parameters, gradients and optimizer state, in host memory")
+    offloaded_activations: int = Field(description="of what blocks save for the backward, in host memory")
     host: int | None = Field(description="host memory of a node, all its ranks together")
 
 
@@ -146,6 +147,8 @@ class CandidateEntry(Facts):
     stage_blocks: list[int] | None = Field(description="blocks of each pipeline stage; null without a pipeline")
     global_batch: int | None
     recompute: Recompute
+    offload_activations: bool = Field(description="what blocks save for the backward is in host memory until then")
+    recompute_layers: int | None = Field(description="first blocks of each stage that are recomputed; null is all")
     gradient_sync: GradientSync
     loss_chunks: int = Field(description="parts in which logits and their loss are made")
     optimizer_in_backward: bool = Field(description="each weight is stepped as its gradient is done")
@@ -295,6 +298,7 @@ def _memory(memory: Estimate) -> MemoryBytes:
         reserved=memory.reserved,
         device=memory.device_bytes,
         offloaded=memory.offloaded_bytes,
+        offloaded_activations=memory.offloaded_activations,
         host=memory.host_bytes,
     )
 
@@ -319,6 +323,8 @@ def _entry(candidate: Candidate, cluster: ClusterSpec) -> CandidateEntry:
         stage_blocks=None if plan.stage_blocks is None else list(plan.stage_blocks),
         global_batch=plan.global_batch,
         recompute=plan.recompute,
+        recompute_layers=plan.recompute_layers,
+        offload_activations=plan.offload_activations,
         gradient_sync=plan.gradient_sync,
         loss_chunks=plan.loss_chunks,
         optimizer_in_backward=plan.optimizer_in_backward,

@@ -6,7 +6,7 @@ from shardwise.cost.price import dollars_per_million_tokens
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.plan import Plan
 from shardwise.search.candidate import Candidate, SearchResult
-from shardwise.units import bytes_text, hours_text, money_text, number_text, seconds_text
+from shardwise.units import bytes_text, counted, hours_text, money_text, number_text, seconds_text
 
 
 def options_text(plan: Plan) -> str:
@@ -16,6 +16,8 @@ def options_text(plan: Plan) -> str:
         found.append(f"adapters of rank {plan.adapter.rank} beside {', '.join(plan.adapter.targets)}")
     if plan.loss_chunks > 1:
         found.append(f"the loss in {plan.loss_chunks} chunks")
+    if plan.offload_activations:
+        found.append("activations of blocks in host memory")
     if plan.optimizer_in_backward:
         found.append("the optimizer in the backward")
     if plan.reference != "none":
@@ -24,15 +26,26 @@ def options_text(plan: Plan) -> str:
     return "; ".join(found)
 
 
-def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> list[str]:
-    """Write the recommendation with reason, needs and speed, and cost or runner-up."""
+def recompute_text(plan: Plan, blocks: int) -> str:
+    """Describe what of the model's ``blocks`` is recomputed."""
+    kind = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
+    if plan.recompute_layers is None:
+        return kind
+    of = f"{plan.recompute_layers} of {blocks} blocks"
+    if plan.dims.pp > 1:
+        of = f"the first {counted(plan.recompute_layers, 'block')} of each stage"
+    return f"{'selective ' if plan.recompute == 'selective' else ''}recompute of {of}"
+
+
+def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, blocks: int) -> list[str]:
+    """Write the recommendation for a model of ``blocks`` with reason, needs and speed, and cost or runner-up."""
     plan, time = best.plan, best.time
-    recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}[plan.recompute]
+    recompute = recompute_text(plan, blocks)
     beside = f", {options}" if (options := options_text(plan)) else ""
     fp8 = f" and fp8 products ({plan.fp8})" if plan.fp8 != "none" else ""
     lines = [f"Use {plan.strategy} ({plan.dims}) in {plan.precision}{fp8} with {recompute}{beside}: {plan.reason}."]
     needs = f"A device needs {bytes_text(best.memory.device_bytes)} of {bytes_text(cluster.device_memory_bytes)}"
-    if best.memory.offloaded_bytes:
+    if best.memory.uses_host and plan.device == "cuda":
         has = cluster.host_memory_bytes
         room = "; whether it has that is not known" if has is None else f" of {bytes_text(has)}"
         needs += f" (a node's host {bytes_text(best.memory.host_bytes)}{room})"

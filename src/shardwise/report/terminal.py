@@ -195,7 +195,7 @@ def print_plan(
     _print_data(corpus, console, config)
     memory = bytes_text(cluster.device_memory_bytes)
     where = f"{cluster.world_size} × {cluster.device_name}, {memory} each"
-    computes = f"{choice.precision or plan.precision}, recompute {plan.recompute}"
+    computes = f"{choice.precision or plan.precision}, recompute {plan.recompute_words}"
     console.print(f"plan: [bold]{plan.strategy}[/] on {where} ({plan.dims}), {computes}")
     console.print(f"      {plan.reason}")
     for name, why in choice.rejected:

@@ -60,6 +60,8 @@ class RunRecorder:
         )
         self.trace = StepTrace(job.config.train, ranks.rank, ranks.world_size)
         self.host = HostRecorder()
+        if job.plan.offload_activations and job.plan.dims.pp == 1:
+            session.saved_on_host = job.estimate.offloaded_activations or None
         session.observers += [self.effects, self.fit, self.work, self.trace, self.host]
         self.drift = DriftRecorder.attach(session)
         self.lost_gradients = LostGradients.attach(session)

@@ -192,7 +192,7 @@ def _activations(
 ) -> dict[str, dict[str, int | None] | int | None]:
     """Measure the saved bytes of a sample under the plan's recompute mode, and its logits.
 
-    ``full`` contains the blocks' inputs plus one block that is being recomputed. What ``selective`` saves is not
+    ``full`` contains the inputs of the blocks plus one block that is being recomputed. What ``selective`` saves is not
     visible to autograd's hooks, so it stays unknown.
     """
     import numpy as np
@@ -218,7 +218,7 @@ def _activations(
             num_outputs=num_outputs(data),
             any_outputs=config.model.loss is not None,
             dtype=DTYPES[plan.precision],
-            prepare=lambda model: apply_recompute(model, mode, spec.blocks),
+            prepare=lambda model: apply_recompute(model, mode, spec.blocks, layers=plan.recompute_layers),
         )
 
     full = measure("none")
@@ -228,7 +228,8 @@ def _activations(
     if plan.recompute == "selective":
         saved = None
     elif plan.recompute == "full" and (kept := measure("full")) is not None:
-        saved = kept[0] + (full[0] - kept[0]) // len(spec.blocks)
+        alone = plan.recomputed(len(spec.blocks)) == len(spec.blocks)  # else the others have freed more by then
+        saved = kept[0] + ((full[0] - kept[0]) // len(spec.blocks) if alone else 0)
     return {"activation_bytes": {plan.recompute: saved}, "logits_bytes": full[1] or None}
 
 

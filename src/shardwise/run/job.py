@@ -199,6 +199,8 @@ def draft_plan(config: Config, cluster: ClusterSpec) -> Plan:
         seq_len=length_of(config),
         precision=default_precision(cluster) if parallel.precision == "auto" else parallel.precision,
         recompute=parallel.recompute,
+        recompute_layers=parallel.recompute_layers,
+        offload_activations=parallel.offload_activations,
         loss_chunks=train.loss_chunks,
         optimizer_in_backward=config.optimizer.in_backward,
         device=cluster.device,

@@ -234,7 +234,7 @@ class ForeseenRun:
         if best.step_s and best.now_s:
             slower = f", {best.step_s / best.now_s:.2f} × the time of a step"
         split = f"micro batch {plan.micro_batch} × accumulation {plan.grad_accum}"
-        what = f"{plan.strategy}, {split}, recompute {plan.recompute}"
+        what = f"{plan.strategy}, {split}, recompute {plan.recompute_words}"
         head = "the nearest plan that fits" if fits else "no plan is predicted to save that much; the smallest"
         size = f"{bytes_text(best.memory_bytes)} predicted instead of {bytes_text(self.predicted.device_bytes)}{slower}"
         return [f"{head}: {what} ({size}):", f"  {with_plan(self.command, self.config, plan)}"]

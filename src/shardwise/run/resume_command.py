@@ -21,6 +21,8 @@ def with_plan(command: Sequence[str], config: Config, plan: Plan) -> str:
     words += ["--strategy", plan.strategy] + [f"train.{key}={getattr(plan, key)}" for key in keys]
     if plan.recompute != config.parallel.recompute:
         words.append(f"parallel.recompute={plan.recompute}")
+    if plan.recompute_layers != config.parallel.recompute_layers and plan.recompute_layers:
+        words.append(f"parallel.recompute_layers={plan.recompute_layers}")
     return shlex.join(words)
 
 

@@ -127,7 +127,7 @@ def advice(
         if over > 0:
             lines.append(
                 f"nearest: {nearest.plan.strategy}, micro batch {nearest.plan.micro_batch}, recompute "
-                f"{nearest.plan.recompute}, is {bytes_text(over)} over the {bytes_text(problem.usable)} usable"
+                f"{nearest.plan.recompute_words}, is {bytes_text(over)} over the {bytes_text(problem.usable)} usable"
             )
     ways = _Ways(problem, _limitless_s(problem), command)
     lines += _unpin(problem)
@@ -197,7 +197,7 @@ def _limitless_s(problem: SearchProblem) -> float | None:
 def _candidate_text(candidate: Candidate, cluster: ClusterSpec) -> str:
     plan = candidate.plan
     return (
-        f"{plan.strategy}, micro batch {plan.micro_batch}, recompute {plan.recompute}: "
+        f"{plan.strategy}, micro batch {plan.micro_batch}, recompute {plan.recompute_words}: "
         f"{room_text(candidate.memory, usable_bytes(cluster))}"
     )
 
@@ -277,8 +277,9 @@ def _unpin(problem: SearchProblem) -> Iterator[str]:
         if found := _fit(problem, pins=pins.model_copy(update={"micro_batch": micro, "grad_accum": None})):
             yield f"micro batch {micro} fits: {_candidate_text(found, problem.cluster)}"
             break
-    if pins.recompute not in (None, "full") and (
-        found := _fit(problem, pins=pins.model_copy(update={"recompute": "full"}))
+    every = {name: value for name, value in pins.options.items() if name != "recompute_layers"}
+    if (pins.recompute not in (None, "full") or every != pins.options) and (
+        found := _fit(problem, pins=pins.model_copy(update={"recompute": "full", "options": every}))
     ):
         yield f"recompute full fits: {_candidate_text(found, problem.cluster)}"
     free = {"strategy": None, "dp_replicate": None, "dp_shard": None}

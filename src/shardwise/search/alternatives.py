@@ -95,7 +95,7 @@ def changes(plan: Plan) -> list[tuple[Change, Plan]]:
                     update["gradient_sync"] = "last"
                 found.append(("micro batch", plan.model_copy(update=update)))
     less = {"full": ("selective", "none"), "selective": ("none",), "none": ()}[plan.recompute]
-    found += [("recompute", plan.model_copy(update={"recompute": mode})) for mode in less]
+    found += [("recompute", plan.model_copy(update={"recompute": mode, "recompute_layers": None})) for mode in less]
     if plan.gradient_sync == "every":
         found.append(("schedule", plan.model_copy(update={"gradient_sync": "last"})))
     full = _full(plan)
@@ -128,12 +128,12 @@ def smaller(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, pla
 def _reductions(plan: Plan, cluster: ClusterSpec) -> list[tuple[Change, Plan]]:
     """Return plans that may need less memory, from the least change to the greatest."""
     own: list[tuple[Change, Plan]] = [("micro batch", one) for one in _splits(plan)]
-    full = plan.model_copy(update={"recompute": "full"})
-    own += [("recompute", full)] if plan.recompute != "full" else []
+    full = plan.model_copy(update={"recompute": "full", "recompute_layers": None})
+    own += [("recompute", full)] if plan.recompute != "full" or plan.recompute_layers else []
     own += [("recompute", one) for one in _splits(full)[-1:]]
     others = [one for name in _SHARDS_MORE.get(str(plan.parsed), ()) for one in _as_strategy(plan, name, cluster)]
     for one in others:
-        least = one.model_copy(update={"recompute": "full"})
+        least = one.model_copy(update={"recompute": "full", "recompute_layers": None})
         own += [("strategy", which) for which in (one, *_splits(one)[-1:], *(_splits(least)[-1:] or [least]))]
     return own
 

@@ -117,7 +117,7 @@ def unknown_text(memory: Estimate) -> str:
 def short_of_memory(memory: Estimate, usable: int | None, cluster: ClusterSpec) -> str:
     """Format ``needs 91.20 GiB (parameters 26.10 GiB + ...), 77.60 GiB usable``; or of the host."""
     host = cluster.host_memory_bytes
-    if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
+    if memory.uses_host and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return f"needs {bytes_text(memory.host_bytes)} of host memory on a node, which has {bytes_text(host)}"
     return f"needs {bytes_text(memory.device_bytes)} ({parts_text(memory)}), {bytes_text(usable)} usable"
 
@@ -213,11 +213,7 @@ def memory_arithmetic(
     full, trained = count_text(profile.num_parameters), count_text(profile.num_trainable)
     width = itemsize_of(plan.precision)
     micro, blocks = plan.micro_batch or 1, profile.num_blocks
-    kept = {
-        "none": "every operation's saved tensors",
-        "selective": "saved tensors, matrix products kept and the rest recomputed",
-        "full": "the inputs of the blocks, and one block's saved tensors",
-    }[plan.recompute]
+    kept = _kept_text(plan)
     rows = f"micro batch {micro}" + (f" × {SEQUENCES[plan.objective]} of a pair" if plan.reference != "none" else "")
     rows += f" × {plan.seq_len} tokens" if plan.seq_len else ""
     twice = " × 2 (policy and frozen reference)" if plan.reference == "copy" else ""
@@ -245,6 +241,21 @@ def memory_arithmetic(
         ("temporaries", memory.temporaries, "while the optimizer steps"),
         ("context", memory.context, "CUDA context, libraries and communicators"),
     ]
+
+
+def _kept_text(plan: Plan) -> str:
+    """Describe what blocks save for the backward."""
+    kept = {
+        "none": "every operation's saved tensors",
+        "selective": "saved tensors, matrix products kept and the rest recomputed",
+        "full": "the inputs of the blocks, and one block's saved tensors",
+    }[plan.recompute]
+    if plan.offload_activations:
+        kept += " of one block, the others' in host memory"
+    elif plan.recompute_layers is not None:
+        where = " of each stage" if plan.dims.pp > 1 else ""
+        kept += f", of the first {plan.recompute_layers}{where}; every operation's saved tensors of the others"
+    return kept
 
 
 def time_parts(time: StepTime) -> list[tuple[str, float]]:

@@ -8,13 +8,15 @@ from typing import Any, get_args
 from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.profile import ModelProfile
 from shardwise.plan.fp8_recipes import RECIPES
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
-from shardwise.plan.plan import Plan, Precision, Recompute, type_problems
+from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, type_problems
 from shardwise.plan.program import ProgramTraits, find_program, program_table
 from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.search.problem import default_precision
+from shardwise.units import counted
 
 LOSSES = ("plain", "fused")
 LONGEST = 2**27
@@ -93,6 +95,18 @@ def bad_choices(words: Mapping[str, Any]) -> list[str]:
         *((f"--{name}", words[name], get_args(kind)) for name, kind in TYPES.items()),
     ]
     return choice_problems(choices)
+
+
+def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> list[str]:
+    """List why so many blocks cannot be recomputed."""
+    asked = words.get("recompute_layers")
+    if asked is None:
+        return []
+    if words["recompute"] == "none":
+        return [f"--recompute-layers {asked}: {LAYERS_IDLE.partition('; ')[2]}"]
+    if profile is None or asked <= profile.num_blocks:
+        return []
+    return [f"--recompute-layers {asked} is more than the {counted(profile.num_blocks, 'block')} of {profile.name}"]
 
 
 def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:

@@ -28,7 +28,7 @@ from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, Weigh
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
-from shardwise.search.option_values import about_program, bad_choices, program_of, read_count
+from shardwise.search.option_values import about_program, bad_choices, layer_problems, program_of, read_count
 from shardwise.search.problem import Costs, default_precision, precision_text, unknown_links
 
 FoundT = TypeVar("FoundT")
@@ -108,6 +108,16 @@ class PlanRequest(BaseModel):
     recompute: Annotated[Recompute | None, CommandOption(help="Recompute mode: none, selective or full."), Word()] = (
         None
     )
+    recompute_layers: Annotated[
+        int | None,
+        CommandOption(help="Recompute only the first so many blocks, of each pipeline stage.", min=1, max=2**16),
+        Word(int | None),
+    ] = None
+    offload_activations: Annotated[
+        bool,
+        CommandOption("--offload-activations", help="Keep what blocks save for the backward in host memory."),
+        Word(bool, False),
+    ] = False
     precision: Annotated[
         Precision | None, CommandOption(help="bf16, fp32, fp16 or fp8; default: bf16 if supported."), Word()
     ] = None
@@ -220,7 +230,7 @@ class PlanRequest(BaseModel):
             strategy=None if self.strategy is None else parse_strategy(self.strategy),
             micro_batch=self.micro_batch,
             grad_accum=self.grad_accum,
-            recompute=self.recompute,
+            recompute=self.recompute or ("full" if self.recompute_layers else None),
             precision=self.precision,
             dp_replicate=self.dp_replicate,
             dp_shard=self.dp_shard,
@@ -232,6 +242,8 @@ class PlanRequest(BaseModel):
         given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
         given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
         given |= {"compile": True} if self.compiled else {}
+        given |= {"offload_activations": True} if self.offload_activations else {}
+        given |= {} if self.recompute_layers is None else {"recompute_layers": self.recompute_layers}
         if self.virtual_stages > 1:
             given |= {"virtual_stages": self.virtual_stages, "pipeline_schedule": "interleaved-1f1b"}
         if self.adapter is not None:
@@ -305,6 +317,7 @@ def build_request(
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += _adapter_problems(profile, strategy, targets)
+    problems += layer_problems(words, profile)
     if profile is not None and words["objective"] != "lm" and profile.seq_len is None:
         asked_for = f"--objective {words['objective']}"
         problems.append(f"{asked_for} compares sequences, and '{profile.name}' has none; leave it out")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 from shardwise.search.explain_plan import with_reasons
 from shardwise.search.problem import USABLE, Costs, SearchProblem, ask
+from shardwise.search.recompute_layers import with_fewest_layers
 
 TIE = 0.02  # relative difference in predicted time below which simplicity decides
 PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
@@ -116,7 +117,7 @@ def search(
     found, refused = laid_out(problem)
     ways = len(recomputes(problem))
     considered = sum(len(layout.micros) * ways for layout in found) + len(refused)
-    candidates = _best_of_each(problem, found)
+    candidates = with_fewest_layers(problem, _best_of_each(problem, found), cost_of, _step_s)
     ranked, chosen = rank(problem, candidates)
     explained = with_reasons(problem, ranked, chosen, considered)
     return SearchResult(candidates=tuple(explained), recommended=chosen, considered=considered, advice=())
@@ -165,6 +166,9 @@ def plan_for(
     problem: SearchProblem, layout: Layout, micro: int, recompute: Recompute, sync: GradientSync = "last"
 ) -> Plan:
     """Build the plan of one option."""
+    options = axis_options(problem.pins, layout.strategy, problem.workload.program)
+    if recompute == "none":
+        options.pop("recompute_layers", None)
     return Plan(
         strategy=layout.name,
         dims=layout.dims,
@@ -178,7 +182,7 @@ def plan_for(
         objective=problem.workload.objective,
         **type_options(problem),
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
-        **axis_options(problem.pins, layout.strategy, problem.workload.program),
+        **options,
     )
 
 
@@ -297,10 +301,15 @@ def time_of(problem: SearchProblem, plan: Plan) -> StepTime | None:
         return None
 
 
+def _step_s(problem: SearchProblem, plan: Plan) -> float:
+    time = time_of(problem, plan)
+    return float("inf") if time is None else time.step_s
+
+
 def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime | None) -> Candidate:
     """Build a candidate with hours and dollars, the pipeline's stages, and a note if the host's memory is unknown."""
     cluster = problem.cluster
-    if memory.offloaded_bytes and memory.host_bytes and cluster.host_memory_bytes is None:
+    if memory.uses_host and memory.host_bytes and cluster.host_memory_bytes is None:
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
         memory = memory.model_copy(update={"notes": (*memory.notes, note)})
     candidate = Candidate(
@@ -318,7 +327,7 @@ def fits(problem: SearchProblem, memory: Estimate) -> bool | None:
     Offloaded bytes must also be under the host's memory; where that is not known, the candidate's notes say so.
     """
     host = problem.cluster.host_memory_bytes
-    if memory.offloaded_bytes and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
+    if memory.uses_host and memory.host_bytes is not None and host is not None and memory.host_bytes > host:
         return False
     if problem.usable is None:
         return None
@@ -500,9 +509,15 @@ def rank(problem: SearchProblem, candidates: Sequence[Candidate]) -> tuple[list[
     best = eligible[0]
     if best.time is not None:
         close = [c for c in eligible if c.fits == best.fits and _is_close(c, best.time.step_s)]
-        best = min(close, key=lambda c: (*complexity(c.plan.parsed), *_plainness(c.plan)))
+        best = min(close, key=lambda c: _simplicity(c.plan))
     ordered.remove(best)
     return [best, *ordered], 0
+
+
+def _simplicity(plan: Plan) -> tuple[float, ...]:
+    """Return the sort key of plans within a tie: blocks fitted to the memory make up for no less sharding."""
+    axes, swaps, foreign, *rest = complexity(plan.parsed)
+    return (axes, swaps, foreign, plan.recompute_layers is not None, *rest, *_plainness(plan))
 
 
 def _is_close(candidate: Candidate, fastest_s: float) -> bool:

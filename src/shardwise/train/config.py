@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, refusals
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
-from shardwise.plan.plan import Plan, Recompute, chunk_problems, in_backward_problems
+from shardwise.plan.plan import LAYERS_IDLE, Plan, Recompute, chunk_problems, in_backward_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_data import DataTable, Table
@@ -246,6 +246,8 @@ class ParallelTable(ParallelOptions, StoredTypes, Table):
             given = [name for name in ParallelOptions.model_fields if name in self.model_fields_set]
             if problems := without_effect(given, strategy):
                 raise ValueError(*problems)
+        if self.recompute_layers is not None and self.recompute == "none":
+            raise ValueError(LAYERS_IDLE)
         return self
 
 

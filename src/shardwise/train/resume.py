@@ -247,6 +247,7 @@ def _plan_news(old: Plan, plan: Plan) -> list[str]:
         "micro batch": (old.micro_batch, plan.micro_batch),
         "precision": (old.precision, plan.precision),
         "recompute": (old.recompute, plan.recompute),
+        "recomputed blocks": (old.recompute_layers or "all", plan.recompute_layers or "all"),
     }
     return texts + [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
 

@@ -94,6 +94,7 @@ class Session:
     ``stopped_by`` is the signal that `stop` was called for on any rank, and 0 while nothing has stopped the session.
     ``micros_left`` are the micro batches of a step after the current one. ``in_backward`` steps parameters
     during the backward if the plan requests it. ``nonfinite_file`` gets the source of a number that is not finite.
+    ``saved_on_host`` are the foreseen bytes of a micro batch that a plan offloads, where they are known.
     ``routing`` is what the routers of a mixture of experts choose; ``routing.terms``, their losses, are set before
     `prepare`.
     """
@@ -116,6 +117,7 @@ class Session:
     at_close: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     in_backward: InBackward | None = None
     nonfinite_file: Path | None = None
+    saved_on_host: int | None = None
     routing: Routing = field(default_factory=Routing)
     _agreement: Agreement | None = None
     _stream: Stream | None = None

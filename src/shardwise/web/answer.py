@@ -43,7 +43,7 @@ CONFIG = "config.json"
 BYTES = ("memory_bytes", "phases")
 SECONDS = ("time_parts_s", "step_parts_s")
 MONEY = ("cost", "dollars_per_million_tokens", "dollars", "per_device_hour", "price_per_device_hour")
-FLAGS = ("compiled", "any_plan", "optimizer_in_backward")
+FLAGS = ("compiled", "any_plan", "optimizer_in_backward", "offload_activations")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)  # of JSON; one that does not end takes the rest
 
 
@@ -72,7 +72,7 @@ def answer(question: Mapping[str, str]) -> dict[str, Any]:
     return {
         "document": data,
         "texts": texts(data),
-        "sentences": [] if best is None else sentences(best, request.cluster, result),
+        "sentences": [] if best is None else sentences(best, request.cluster, result, profile.num_blocks),
         "batch": None if best is None else best.plan.batch_equation(),
         "command": request.command({}),
         "plan": None if shown is None else plan_file_text(shown.plan.to_toml(), request),

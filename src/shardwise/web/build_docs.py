@@ -31,7 +31,7 @@ POLICY = (
 PAGE_OPTIONS = (
     *("cluster", "seq-len", "global-batch", "tokens", "precision", "optimizer", "strategy", "micro-batch"),
     *("recompute", "loss", "program", "weights", "accumulate", "reduce", "rounding", "fp8", "objective", "lora-rank"),
-    *("lora-targets", "virtual-stages", "loss-chunks", "document-len", "framework-overhead"),
+    *("lora-targets", "virtual-stages", "recompute-layers", "loss-chunks", "document-len", "framework-overhead"),
     *("context", "concurrency", "quant", "kv-cache", "tp"),
 )
 PAGE_FLAGS = ("compile", "any", "optimizer-in-backward", "serve")

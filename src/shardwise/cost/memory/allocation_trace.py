@@ -26,10 +26,12 @@ class Program:
     passes through forward, after the one that trains. ``logit_bytes`` live for each logit at the end of the loss's
     forward, where the program holds others than the loss makes. ``in_pieces`` traces what other micro batches saved,
     and the optimizer's state, as many allocations, which matters to an allocator without expandable segments.
+    ``saves_on_host``: what blocks save leaves the device until their backward, which brings back a block's at once.
     """
 
     grad_accum: int = 1
     recompute: Recompute = "none"
+    recompute_layers: int | None = None
     gradients_wait: bool = True
     buckets_add: bool = False
     fused_loss: bool = False
@@ -39,6 +41,7 @@ class Program:
     reference: Reference = "none"
     logit_bytes: float | None = None
     in_pieces: bool = False
+    saves_on_host: bool = False
 
 
 class AllocationTrace:

@@ -28,8 +28,8 @@ class Estimate(BaseModel):
     buffers), ``device`` = ``reserved`` + ``context``: what must be below the device's memory. ``buffers`` are
     gathered units, unsharded gradients before their reduction, autocast's low-precision weights and a moving
     average of the weights; ``temporaries`` are the optimizer's. ``offloaded_bytes`` is the part of parameters,
-    gradients and optimizer state that lives in host memory, ``host_bytes`` the total that a node's ranks need
-    there.
+    gradients and optimizer state that lives in host memory, ``offloaded_activations`` what blocks keep there of the
+    micro batches in flight, ``host_bytes`` the total that a node's ranks need there.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,9 +46,15 @@ class Estimate(BaseModel):
     reserved: int | None = None
     device: int | None = None
     offloaded_bytes: int = 0
+    offloaded_activations: int = 0
     host_bytes: int | None = None
     phases: tuple[Phase, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def uses_host(self) -> bool:
+        """Return whether parts of it live in host memory."""
+        return bool(self.offloaded_bytes or self.offloaded_activations)
 
     @property
     def device_bytes(self) -> int:

@@ -22,6 +22,7 @@ from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
 from shardwise.cost.memory.memory_key import MemoryKey
+from shardwise.cost.memory.offloaded_activations import offloaded_activations
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
@@ -244,8 +245,10 @@ def _estimate(key: MemoryKey) -> Estimate:
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
     early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
     held = traits.logit_bytes if fused == (traits.loss == "fused") else None  # of the program's own loss
-    shape = (plan.grad_accum, plan.recompute, waits, adds, fused, plan.loss_chunks, written, early)
-    program = Program(*shape, reference=plan.reference, logit_bytes=held, in_pieces=not expandable)
+    again = (plan.recompute, plan.recompute_layers)
+    shape = (plan.grad_accum, *again, waits, adds, fused, plan.loss_chunks, written, early)
+    away = plan.offload_activations and layout.is_cuda
+    program = Program(*shape, reference=plan.reference, logit_bytes=held, in_pieces=not expandable, saves_on_host=away)
     ranks = list(settings_of(profile, layout, workload, micro, program))
     tapes = [write_program(setting) for setting in ranks]
     context = context_bytes(layout, cluster) if workload.framework_overhead else 0
@@ -263,6 +266,8 @@ def _estimate(key: MemoryKey) -> Estimate:
     known = workload.optimizer is not None or workload.optimizer_states is not None
     state = max(setting.optimizer for setting in ranks) if known else None
     offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
+    crowd = max(setting.in_flight for setting in ranks)
+    saved = int(offloaded_activations(profile, plan, workload)) * crowd
     reserved = simulated.peak("reserved")
     most = dict(zip(CATEGORIES, simulated.most, strict=True))
     return Estimate(
@@ -278,7 +283,8 @@ def _estimate(key: MemoryKey) -> Estimate:
         reserved=reserved,
         device=reserved + context,
         offloaded_bytes=offloaded,
-        host_bytes=_host_bytes(profile, layout, cluster, offloaded),
+        offloaded_activations=saved,
+        host_bytes=_host_bytes(profile, layout, cluster, offloaded, saved if away else 0),
         phases=simulated.phases,
         notes=_notes(profile, layout, workload, known=known, squeezed=squeezed),
     )
@@ -312,15 +318,17 @@ def _simulated(
     return fullest([reserved(tapes[i], None) if one.released else one for i, one in enumerate(found)]), False
 
 
-def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int) -> int:
+def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int, saved: int) -> int:
     """Host RAM of the fullest node: offloaded bytes, and rank 0's full model while it is built.
+
+    ``saved`` are the activations among them.
 
     Values swapped to a drive pass through host buffers, which are not counted. On a CPU the ranks' device memory is not
     repeated here. Python, libraries and the data loader are not counted.
     """
     ranks = min(cluster.devices_per_node, layout.replicas * layout.tp * layout.pp)
     full = sum(math.ceil(w.num_elements * w.itemsize) * u.count for u in profile.units for w in u.weights)
-    return full + (0 if layout.strategy.nvme else offloaded * ranks)
+    return full + ((0 if layout.strategy.nvme else offloaded) + saved) * ranks
 
 
 def _notes(

@@ -19,7 +19,7 @@ from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.parallel_options import PipelineSchedule
-from shardwise.plan.plan import Plan, gathers_fp8
+from shardwise.plan.plan import Plan, Recompute, gathers_fp8
 from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
@@ -150,10 +150,11 @@ PROBES = (Weight("dense", (1,)), Weight("experts", (1,), experts=1))  # a weight
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Group of ``count`` equal consecutive units of a stage; each block is a sharding unit."""
+    """Group of ``count`` equal consecutive units of a stage, recomputed alike; each block is a sharding unit."""
 
     unit: Unit
     count: int
+    recompute: Recompute = "none"
 
     @property
     def is_block(self) -> bool:
@@ -258,23 +259,42 @@ def _strategy(text: str) -> Strategy:
     return parse_strategy(text)
 
 
-def stage_pieces(profile: ModelProfile, layout: ShardLayout, rank: int) -> tuple[LayerGroup, ...]:
+def stage_pieces(
+    profile: ModelProfile, layout: ShardLayout, rank: int, recompute: Recompute = "none", layers: int | None = None
+) -> tuple[LayerGroup, ...]:
     """List the units of a pipeline rank, in the order of its stages.
 
     Units before the first block belong to the first stage, those after the last block to the last. A tied weight is on
-    both of the stages that use it.
+    both of the stages that use it. Of each stage the first ``layers`` blocks are recomputed (all for ``None``).
     """
     if layout.pp == 1:
-        return tuple(LayerGroup(unit, unit.count) for unit in profile.units)
+        return tuple(_recomputed((LayerGroup(unit, unit.count) for unit in profile.units), recompute, layers))
     counts = stage_counts(profile, layout)
     number = len(counts)
     local_stages = [stage for stage in range(number) if rank_of(layout, stage) == rank]
     pieces: list[LayerGroup] = []
     for stage in local_stages:
-        pieces += _stage_pieces(profile, sum(counts[:stage]), sum(counts[: stage + 1]), stage == 0, stage == number - 1)
+        first, last = sum(counts[:stage]), sum(counts[: stage + 1])
+        here = _stage_pieces(profile, first, last, stage == 0, stage == number - 1)
+        pieces += _recomputed(here, recompute, layers)
     if local_stages[-1] == number - 1 and local_stages[0] != 0:
         pieces += [LayerGroup(unit, unit.count) for unit in _tied_copies(profile)]
     return tuple(pieces)
+
+
+def _recomputed(pieces: Iterable[LayerGroup], recompute: Recompute, layers: int | None) -> Iterator[LayerGroup]:
+    """Split a row of blocks into those that are recomputed and those that are not."""
+    left = None if recompute == "none" else layers
+    for piece in pieces:
+        if not piece.is_block:
+            yield piece
+            continue
+        first = piece.count if left is None else min(left, piece.count)
+        if first:
+            yield LayerGroup(piece.unit, first, recompute)
+        if piece.count > first:
+            yield LayerGroup(piece.unit, piece.count - first)
+        left = None if left is None else left - first
 
 
 def _stage_pieces(profile: ModelProfile, first: int, last: int, begins: bool, ends: bool) -> Iterator[LayerGroup]:

@@ -97,7 +97,7 @@ def _lines(key: MemoryKey) -> tuple[BytesLine, ...]:
 def _moments(key: MemoryKey) -> tuple[_Moments, ...]:
     """Bytes of each pipeline rank that can be the fullest."""
     stored = _stored(MemoryKey(key.profile, key.plan, key.workload, step=False))
-    return tuple(_moments_of(rank, key.workload, key.plan) for rank in stored)
+    return tuple(_moments_of(rank, key) for rank in stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,6 @@ class _Stored:
 
     stage: int
     layout: ShardLayout
-    weights: tuple[tuple[LayerGroup, UnitWeights], ...]
     parameters: int
     gradients: int
     state: int
@@ -139,7 +138,6 @@ def _stored_by(
     return _Stored(
         stage=stage,
         layout=layout,
-        weights=rows,
         parameters=sum(w.parameters * p.count for p, w in rows) * (2 if plan.reference == "copy" else 1),
         gradients=gradients,
         state=state + average_bytes(pieces, layout, workload),
@@ -147,16 +145,18 @@ def _stored_by(
     )
 
 
-def _moments_of(stored: _Stored, workload: Workload, plan: Plan) -> _Moments:
-    recompute, layout, gradients = plan.recompute, stored.layout, stored.gradients
+def _moments_of(stored: _Stored, key: MemoryKey) -> _Moments:
+    workload, plan, layout, gradients = key.workload, key.plan, stored.layout, stored.gradients
     compiled, fused = workload.compiles(plan), workload.fuses_loss(plan)
-    rows = [(p, w, unit_bytes(p.unit, layout, recompute, compiled)) for p, w in stored.weights]
+    pieces = stage_pieces(key.profile, layout, stored.stage, plan.recompute, plan.recompute_layers)
+    rows = [(p, unit_weights(p.unit, layout), unit_bytes(p.unit, layout, p.recompute, compiled)) for p in pieces]
     rest = 0 if layout.offloads else stored.parameters + stored.state
     kept, copies = sum(b.kept * p.count for p, _, b in rows), 0
+    if plan.offload_activations and layout.is_cuda:
+        kept = sum(b.kept * p.count for p, _, b in rows if not p.is_block)
     if layout.autocasts:
-        copies = sum(w.copies * p.count for p, w, _ in rows if not p.is_block or recompute == "none")
-    if recompute == "none":
-        copies += sum(w.exchanged * p.count for p, w, _ in rows)
+        copies = sum(w.copies * p.count for p, w, _ in rows if p.recompute == "none")
+    copies += sum(w.exchanged * p.count for p, w, _ in rows if p.recompute == "none")
     base = rest + _gathered(rows, layout)
     buckets = gradients if not layout.shards and (layout.replicas > 1 or layout.masters) else 0
     # beside the last micro batch: unsharded gradients, or those that accumulate outside DDP's buckets
@@ -169,7 +169,9 @@ def _moments_of(stored: _Stored, workload: Workload, plan: Plan) -> _Moments:
         each_logit = FP32 + (layout.width if layout.width < FP32 else 0)
         loss_bytes = [b.logits * each_logit / plan.loss_chunks for _, _, b in rows]
     logits = max(loss_bytes, default=0.0)
-    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block), default=0.0)
+    # nothing is recomputed while the blocks after it still hold what they saved
+    ends_kept = [p.recompute for p in pieces if p.is_block][-1:] == ["none"]
+    recompute_bytes = max((b.again for p, _, b in rows[-2:] if p.is_block and not ends_kept), default=0.0)
     gathered = max((sum(w.gathered) for p, w, _ in rows[-2:] if p.is_block), default=0)
     gathered = gathered if layout.shards and not layout.keeps_weights else 0
     lost = max((b.logits for _, _, b in rows), default=0.0) * (layout.width if fused else FP32)

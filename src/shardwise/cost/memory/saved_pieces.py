@@ -37,11 +37,13 @@ def saved_pieces(s: CostInputs, others: int) -> Iterator[float]:
 
 def _saved_by_one(s: CostInputs) -> Iterator[float]:
     """Sizes of the tensors that one micro batch saves: ops' results, or a block's input, and copies of weights."""
-    alone = s.program.recompute == "none"
     for unit, weights, piece in zip(s.bytes, s.weights, s.pieces, strict=True):
-        saved = [op.saved for op in unit.ops] if alone or not piece.is_block else [unit.kept]
+        alone = piece.recompute == "none"
+        keeps = piece.is_block or s.program.recompute == "none"
+        saved = [op.saved for op in unit.ops] if alone else [unit.kept]
         copies = (weights.copies if s.layout.autocasts else 0) + weights.exchanged
-        one = [size * s.micro for size in saved] + [float(copies) if alone else 0.0]
+        saved = [] if piece.is_block and s.program.saves_on_host else saved
+        one = [size * s.micro for size in saved] + [float(copies) if alone and keeps else 0.0]
         for _ in range(piece.count):
             yield from (size for size in one if size)
     yield s.sent * s.micro

@@ -52,14 +52,14 @@ def settings_of(
 ) -> Iterator[CostInputs]:
     """Cost inputs of the ranks that can be the fullest: one per distinct pipeline stage."""
     for stage in heavy_stages(profile, layout):
-        pieces = stage_pieces(profile, layout, stage)
+        pieces = stage_pieces(profile, layout, stage, program.recompute, program.recompute_layers)
         weights = tuple(unit_weights(piece.unit, layout) for piece in pieces)
         state = optimizer_bytes(pieces, layout, workload) or 0
         sent = sent_bytes(profile, layout, stage, program.recompute, compiled=workload.compiled)
         yield CostInputs(
             pieces=pieces,
             weights=weights,
-            bytes=tuple(unit_bytes(piece.unit, layout, program.recompute, workload.compiled) for piece in pieces),
+            bytes=tuple(unit_bytes(piece.unit, layout, piece.recompute, workload.compiled) for piece in pieces),
             layout=layout,
             program=program,
             micro=micro,

@@ -210,7 +210,11 @@ class _Writer(ShardWriter):
             self.late.append(handle)
 
     def _mode(self, visit: Visit) -> Recompute:
-        return self.s.program.recompute if self.s.pieces[visit.piece].is_block else "none"
+        return self.s.pieces[visit.piece].recompute
+
+    def _is_away(self, visit: Visit) -> bool:
+        """Return whether what the unit saves is in host memory until its backward."""
+        return self.s.program.saves_on_host and self.s.pieces[visit.piece].is_block
 
     def _forward_unit(self, visit: Visit) -> list[list[int]]:
         trace, unit, micro, number = self.trace, self.s.bytes[visit.piece], self.s.micro, visit.number
@@ -218,13 +222,19 @@ class _Writer(ShardWriter):
             kept = []
             for _ in range(number):  # one by one: freed blocks between them leave holes
                 self._copies(visit, 1)
-                kept.append(trace.alloc(unit.kept * micro, ACTIVATIONS))
+                kept.append(trace.alloc(0 if self._is_away(visit) else unit.kept * micro, ACTIVATIONS))
             if number == 1:
                 dequantized = trace.alloc(self.s.weights[visit.piece].widened, BUFFERS)
                 self._pass(unit)
                 trace.free(dequantized)
             return [kept]
         self._copies(visit, number)
+        if self._is_away(visit):
+            visit.exchanged = trace.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
+            dequantized = trace.alloc(self.s.weights[visit.piece].widened, BUFFERS)
+            self._pass(unit)
+            trace.free(dequantized)
+            return [[] for _ in unit.ops]
         if number > 1:
             visit.exchanged = trace.alloc(self.s.weights[visit.piece].exchanged * number, BUFFERS)
             return [[trace.alloc(op.saved * micro * number, ACTIVATIONS)] for op in unit.ops]
@@ -291,6 +301,9 @@ class _Writer(ShardWriter):
             if not self.shards:
                 self._own_gradients(visit)
             return incoming, []
+        if self._is_away(visit):
+            back = [op.saved for op in unit.ops] if mode == "none" else [unit.kept]
+            visit.saved = [[trace.alloc(size * s.micro, ACTIVATIONS)] for size in back]
         recomputed: list[int] = []
         if mode != "none":
             trace.free(visit.copies)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -34,7 +34,7 @@ from shardwise.cost.time.layer_time import (
     unit_time,
 )
 from shardwise.cost.time.machine import FP8_SHARD_CAST_BYTES, Machine, Rates, machine_of
-from shardwise.cost.time.optimizer_time import MASTER_BYTES, update_s
+from shardwise.cost.time.optimizer_time import MASTER_BYTES, activations_s, update_s
 from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
@@ -119,7 +119,8 @@ def step_time(
     split = _split(plan, workload, framework)
     key, where = Same(profile), Same(cluster)
     wires = _wires(plan, strategy, program, megatron=split.hides_reduction)
-    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp)
+    layers = None if plan.recompute_layers is None else plan.recompute_layers * plan.virtual_stages
+    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp, layers)
     stages = _stages(key, *facts)
     if plan.reference != "none":
         stages = tuple(map(StageTime.with_reference, stages, _stages(_reference(key, plan.reference), *facts)))
@@ -135,7 +136,7 @@ def step_time(
     )
     if program.overlaps_zero1:  # behind the first forwards of the next step, which it slows a little
         after = max(0.0, after - sum(f for f, _ in hosted[:1])) + CONTENTION * after
-    parts["optimizer_s"], parts["offload_s"] = optimizer, offload
+    parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
     if workload.framework_overhead and rates is None:
         parts["host_s"] += STEP_HOST_S
@@ -290,43 +291,59 @@ def _stages(
     waits: bool | None,
     wires: Wires,
     async_tp: bool,
+    layers: int | None,
 ) -> tuple[StageTime, ...]:
     """Build the pipeline's stages, one without a pipeline.
 
-    Blocks are distributed over the stages; what precedes them belongs to the first.
+    Blocks are distributed over the stages; what precedes them belongs to the first. Of each rank's blocks ``layers``
+    are recomputed (all for ``None``).
     """
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
     weights = _weights(profile, split.tp, split.ep)
     traffic = _traffics(weights, cluster, rates, calibration, parsed.base, dims, waits is True, wires)
+    if layers is not None:  # the same units once more, not recomputed
+        times += _unit_times(profile, cluster, rates, calibration, replace(split, recompute="none"))
+        kept = replace(wires, recasts=False)
+        traffic += _traffics(weights, cluster, rates, calibration, parsed.base, dims, waits is True, kept)
     pieces = StageParts(
         strategy=parsed,
         sharded=parsed.shards_parameters and not wires.partitions(parsed.base),
         pipelined=dims.pp > 1,
         every=waits is False,
-        blocks=tuple(unit.kind == "block" for unit in model.units),
+        blocks=tuple(unit.kind == "block" for unit in model.units) * (1 if layers is None else 2),
         times=times,
         traffic=traffic,
         contention=rates.contention if rates is not None else CONTENTION,
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
     )
-    found = [index for index, block in enumerate(pieces.blocks) if block]
-    first, last = (found[0], found[-1]) if found else (len(times), len(times))
+    number = len(model.units)
+    found = [index for index, block in enumerate(pieces.blocks[:number]) if block]
+    first, last = (found[0], found[-1]) if found else (number, number)
     before = [(model.units[i].count, i) for i in range(first)]
-    blocks = [(model.units[i].count, i) for i in range(first, min(last + 1, len(times)))]
-    after = [(model.units[i].count, i) for i in range(last + 1, len(times))]
+    blocks = [(model.units[i].count, i) for i in range(first, min(last + 1, number))]
+    after = [(model.units[i].count, i) for i in range(last + 1, number)]
     if dims.pp == 1:
-        return (stage_time(pieces, [*before, *blocks, *after]),)
+        return (stage_time(pieces, [*before, *_recomputed(blocks, layers, number), *after]),)
     counts = blocks_per_stage(model.num_blocks, dims.pp)
     made: dict[tuple[int, bool, bool], StageTime] = {}
     out = []
     for stage, count in enumerate(counts):
         key = (count, stage == 0, stage == dims.pp - 1)
         if key not in made:
-            share = take(blocks, sum(counts[:stage]), count)
+            share = _recomputed(take(blocks, sum(counts[:stage]), count), layers, number)
             made[key] = stage_time(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
         out.append(made[key])
     return tuple(out)
+
+
+def _recomputed(blocks: list[tuple[int, int]], layers: int | None, number: int) -> list[tuple[int, int]]:
+    """Split rows of blocks after the first ``layers``; those that are not recomputed come ``number`` units later."""
+    if layers is None:
+        return blocks
+    total = sum(count for count, _ in blocks)
+    kept = take(blocks, layers, total)
+    return [*take(blocks, 0, layers), *((count, index + number) for count, index in kept)]
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ to the device before each use (forward, and backward where they were freed in be
 gradients are copied to the host once, and states are read and written once a step where the optimizer runs. Each device
 has a separate wire to the host; the host's memory and its drive serve all devices of a node. No overlap with
 computation is assumed, though prefetching hides some: an upper bound, times the fraction of the wire's rate that copies
-reach.
+reach. Offloaded activations hide nothing: they are copied on the stream that computes.
 
 PyTorch's offload (FSDP2's ``CPUOffloadPolicy``) sends weights in their stored type. DeepSpeed sends weights in the
 compute type, and keeps fp32 ones with the optimizer; its ZeRO-1 and 2 keep computing weights on the device and send
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardwise.cost.memory.offloaded_activations import offloaded_activations
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitElements
 from shardwise.cost.time.machine import Machine
 from shardwise.errors import PlanError
@@ -98,6 +99,15 @@ def update_s(
         swapped = _drive_bytes(plan, strategy, moves, stepped, elements / shards)
         host += machine.cluster.devices_per_node * swapped / drive
     return 0.0, after, moved / shards / (pcie * PCIE_SHARE) + host
+
+
+def activations_s(machine: Machine, profile: ModelProfile, plan: Plan, workload: Workload) -> float:
+    """Seconds of a step in which what blocks save goes to host memory and comes back, on the stream that computes."""
+    moved = 2.0 * offloaded_activations(profile, plan, workload) * plan.grad_accum
+    if not moved or plan.device == "cpu":
+        return 0.0
+    pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
+    return math.nan if pcie is None else moved / (pcie * PCIE_SHARE)
 
 
 def _wire_bytes(plan: Plan, strategy: Strategy, trainable: float, stored: float, elements: float) -> float:

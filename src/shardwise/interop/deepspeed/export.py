@@ -12,6 +12,8 @@ from shardwise.units import counted
 
 _ITS_OWN = {  # what DeepSpeed has no key for, and what to do in a custom script
     "recompute": "recompute the blocks in the model's code",
+    "recompute_layers": "recompute only the first of them",
+    "offload_activations": "save tensors of the blocks on the host in the model's code",
     "compile": "call torch.compile on the blocks",
     "prefetch": "DeepSpeed gathers ahead by elements instead, stage3_prefetch_bucket_size",
     "gradient_sync": "DeepSpeed reduces after each micro batch as it sees fit",

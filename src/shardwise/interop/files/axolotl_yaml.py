@@ -88,7 +88,7 @@ _LEFT_OUT = {
     "sample_packing_sequentially multipack_real_batches",
     "the embedding grows by the tokens that are new": "resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings",
-    "saved activations stay on the device": "activation_offloading layer_offloading",
+    "weights stay on the device": "layer_offloading",
     "held-out documents are a share of the data": "test_datasets",
 }
 _REFUSED = {
@@ -132,6 +132,14 @@ _REFUSED = {
     "another file holds the configuration than the weights; give one folder": "base_model_config cls_model_config "
     "tokenizer_config",
 }  # fmt: skip
+
+
+def _activation_offloading(reading: Reading, key: str, value: Any) -> None:
+    """Take ``true``; axolotl's ``legacy`` and ``disk`` are other ways."""
+    if isinstance(value, bool | None):
+        takes("parallel.offload_activations", bool)(reading, key, value)
+    else:
+        reading.refuse(key, value, "is not run; it is true or false")
 
 
 def _template(reading: Reading, key: str, value: Any) -> None:
@@ -196,6 +204,7 @@ AXOLOTL_RULES: dict[str, Rule] = {
     "fp16": precision_rule("fp16"),
     "float16": precision_rule("fp16"),
     "gradient_checkpointing": recompute_rule,
+    "activation_offloading": _activation_offloading,
     "gradient_checkpointing_kwargs": idle("non-reentrant, which Shardwise uses"),
     "torch_compile": takes("parallel.compile", bool),
     "seed": takes("train.seed", count),

@@ -19,7 +19,8 @@ SCRIPT_HAS: dict[str, tuple[str, ...]] = {
         "log_every", "eval_every", "eval_samples",
     ),
     "parallel": (
-        "strategy", "nproc", "device", "dp_replicate", "dp_shard", "precision", "recompute", "compile",
+        "strategy", "nproc", "device", "dp_replicate", "dp_shard", "precision", "recompute",
+        "recompute_layers", "compile",
         "find_unused_parameters", "static_graph", "bucket_cap_mb", "threads",
     ),
     "checkpoint": ("every", "resume"),

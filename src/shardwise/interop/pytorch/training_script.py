@@ -229,6 +229,7 @@ def _parallel_parts(plan: Plan, config: Config) -> dict[str, Any]:
         "mixed": mixed and sharded,
         "autocast": mixed and not sharded,
         "recompute": plan.recompute == "full",
+        "recompute_layers": plan.recompute_layers,
         "compile": plan.compile,
         "mesh_shape": py(shape),
         "mesh_names": py(("replicate", "shard") if hsdp else ("shard",)),

@@ -93,7 +93,7 @@ def apply_deepspeed(
     if plan.recompute != "none":
         notes += stop_caching(module)
     setattr(module, _MARK, True)
-    blocks = apply_recompute(module, plan.recompute, spec.blocks)
+    blocks = apply_recompute(module, plan.recompute, spec.blocks, layers=plan.recompute_layers)
     largest = max(p.num_elements for p in spec.parameters)
     config = deepspeed_config(plan, largest_parameter=largest)
     with local_rank_told(ranks.local_rank):

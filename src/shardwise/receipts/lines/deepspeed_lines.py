@@ -16,8 +16,9 @@ from shardwise.measure import state
 from shardwise.model.read import clean_name
 from shardwise.parallel.engines.engine import Engine, EngineTensors
 from shardwise.plan.deepspeed_stages import Location, Swapped, optimizer_place, parameter_place, swapped, zero_stage
+from shardwise.receipts.expected_part import recomputed_blocks
 from shardwise.receipts.lines.option_lines import compute_line
-from shardwise.receipts.lines.structure_lines import block_line
+from shardwise.receipts.lines.structure_lines import block_line, recomputed_line
 from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.optimizer import workload_of
@@ -167,7 +168,11 @@ def _swap_line(session: Session, engine: Any, local: EngineTensors) -> Line:
 def _structure_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterator[Line]:
     plan, spec, module = session.plan, session.spec, session.module
     if spec.blocks:
-        yield block_line(spec, plan, len(step.micros), recorder.forwards, plan.recompute)
+        again = recomputed_blocks(session)
+        text = plan.recompute if plan.recompute_layers is None else f"{plan.recompute} of {len(again)} blocks"
+        yield block_line(spec, again, len(step.micros), recorder.forwards, text)
+        if plan.recompute_layers is not None:
+            yield recomputed_line(session, len(again))
     if spec.tied:
         live = {clean_name(n): id(p) for n, p in module.named_parameters(remove_duplicate=False)}
         planned = ", ".join(" = ".join(names) for names in spec.tied)

@@ -15,6 +15,7 @@ from shardwise.receipts.receipt import Line
 from shardwise.receipts.recorder import StepRecorder
 from shardwise.train.session import Session
 from shardwise.train.step import Step
+from shardwise.units import bytes_text
 
 _SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -40,6 +41,8 @@ def option_lines(session: Session, step: Step, recorder: StepRecorder) -> Iterat
         import torch._inductor.config
 
         yield _option("async_tp", "on", "on" if torch._inductor.config._micro_pipeline_tp else "off")
+    if session.applied.on_host is not None or session.plan.offload_activations:
+        yield _offloaded_line(session, step, recorder)
     if session.plan.prefetch > 1:
         yield _prefetch_line(session, recorder)
     if isinstance(session.applied.outer, Replicated):
@@ -90,6 +93,23 @@ def _compile_line(session: Session, recorder: StepRecorder) -> Line:
     graphs = 0 if recorder.compiled is None else recorder.compiled.blocks
     planned = f"{blocks}, one graph for each of {recorder.block_calls} forwards" if blocks else "none"
     return _option("compile", planned, f"{graphs}, one graph for each of {runs} forwards" if calls else "none")
+
+
+def _offloaded_line(session: Session, step: Step, recorder: StepRecorder) -> Line:
+    """Compare what blocks saved with what was copied to host memory, and came back.
+
+    A frozen block, or one whose result is unused, need not ask for all that it saved. The predicted bytes are beside
+    them and are not judged: what a model saves of constants, such as masks, depends on the number of samples.
+    """
+    saved, moved, returned = recorder.offloaded
+    foreseen = (session.saved_on_host or 0) * len(run_micros(session, step))
+    predicted = f"; {bytes_text(foreseen)} predicted" if foreseen else ""
+    return Line(
+        name=OPTION_SPECS["offload_activations"].receipt,
+        planned=f"{bytes_text(saved)} (all that blocks saved{predicted})",
+        found=f"{bytes_text(moved)}, {bytes_text(returned)} came back",
+        ok=0 < saved == moved and 0 < returned <= moved,
+    )
 
 
 def _prefetch_line(session: Session, recorder: StepRecorder) -> Line:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -14,13 +15,14 @@ from shardwise.distributed.process_group import gather_text
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
-from shardwise.plan.plan import Plan
+from shardwise.plan.parallel_options import OPTION_SPECS
 from shardwise.receipts.expected import expected_block_calls, units_of
 from shardwise.receipts.expected_experts import expert_units
 from shardwise.receipts.expected_part import (
     group_of,
     holding_units,
     planned_stages,
+    recomputed_blocks,
     root_units,
     run_micros,
     stage_blocks,
@@ -50,9 +52,13 @@ def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> It
         planned = len(blocks) + len(root_units(session, spec)) + len(expert_units(session, spec))
         yield _same("sharding units", str(planned), str(len(holding_units(module))))
     if spec.blocks:
-        visible = plan.model_copy(update={"recompute": "none"}) if plan.compile else plan
-        inside = " inside of the compiled blocks" if plan.compile and plan.recompute != "none" else ""
-        yield block_line(spec, visible, len(run_micros(session, step)), forwards, f"{plan.recompute}{inside}")
+        again = recomputed_blocks(session)
+        text = plan.recompute if plan.recompute_layers is None else f"{plan.recompute} of {len(again)} blocks"
+        inside = " inside of the compiled blocks" if plan.compile and again else ""
+        visible = frozenset[str]() if plan.compile else again
+        yield block_line(spec, visible, len(run_micros(session, step)), forwards, f"{text}{inside}")
+        if plan.recompute_layers is not None:
+            yield recomputed_line(session, len(again))
     tied = [names if plan.dims.pp == 1 else _present(module, names) for names in spec.tied]
     tied = [names for names in tied if len(names) > 1]
     if tied:
@@ -63,11 +69,18 @@ def structure_lines(session: Session, step: Step, forwards: ForwardCounts) -> It
         yield _same("stages here", _stages_text(planned_stages(session)), _stages_text(stage_blocks(session)))
 
 
-def block_line(spec: ModelSpec, plan: Plan, micros: int, forwards: ForwardCounts, recompute: str) -> Line:
-    """Check forwards of blocks: one per model forward, or as called, plus the recomputed ones."""
+def recomputed_line(session: Session, planned: int) -> Line:
+    """Count the blocks of this rank that are inside of checkpointing."""
+    blocks = session.applied.blocks
+    found = sum(isinstance(block, CheckpointWrapper) for block in blocks)
+    return _same(OPTION_SPECS["recompute_layers"].receipt, f"{planned} of {len(blocks)}", f"{found} of {len(blocks)}")
+
+
+def block_line(spec: ModelSpec, again: Collection[str], micros: int, forwards: ForwardCounts, recompute: str) -> Line:
+    """Check forwards of blocks: one per model forward, or as called, plus those of the blocks that run ``again``."""
     calls = forwards.of_blocks(spec.blocks, micros)
-    least, most = expected_block_calls(spec, plan, micros, calls)
-    own = forwards.recomputed if plan.recompute == "none" else 0  # by the model's own checkpointing
+    least, most = expected_block_calls(spec, again, micros, calls)
+    own = 0 if again else forwards.recomputed  # by the model's own checkpointing
     found = forwards.block_calls - own
     number = forwards.number or micros
     often = f"; {number} forwards of the model" if number != micros else ""

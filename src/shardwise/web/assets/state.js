@@ -1,7 +1,7 @@
 // The question on the page, and its form in the address: option names of the command line, so that a link is an answer.
-export const RARE = ["program", "weights", "accumulate", "reduce", "rounding", "fp8", "objective", "lora_rank", "lora_targets", "virtual_stages", "loss_chunks", "document_len", "framework_overhead"];
+export const RARE = ["program", "weights", "accumulate", "reduce", "rounding", "fp8", "objective", "lora_rank", "lora_targets", "virtual_stages", "recompute_layers", "loss_chunks", "document_len", "framework_overhead"];
 export const WORDS = ["seq_len", "global_batch", "tokens", "precision", "optimizer", "strategy", "micro_batch", "recompute", "loss", ...RARE];
-export const FLAGS = ["compiled", "any_plan", "optimizer_in_backward"];
+export const FLAGS = ["compiled", "any_plan", "optimizer_in_backward", "offload_activations"];
 export const SERVING = ["context", "concurrency", "quant", "kv_cache", "tp"];
 const OPTIONS = { compiled: "compile", any_plan: "any" };
 const MOST_CONFIG = 20000; // characters of a config.json in a link
