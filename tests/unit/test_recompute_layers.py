@@ -7,9 +7,7 @@ import json
 import pytest
 
 from shardwise.cost.memory.estimate_memory import estimate, peak_lower_bound
-from shardwise.cost.memory.local_shapes import layout_of, with_stages
-from shardwise.cost.memory.lower_bound import _pieces
-from shardwise.cost.memory.memory_key import MemoryKey
+from shardwise.cost.memory.local_shapes import layout_of, stage_pieces, with_stages
 from shardwise.cost.time.estimate_time import step_time
 from shardwise.errors import PlanError
 from shardwise.hardware.parse_cluster import parse_cluster
@@ -79,7 +77,7 @@ class TestCosts:
 
     def test_of_each_virtual_stage(self):
         plan = plan_of("ddp+pp2", 3, pipeline_schedule="interleaved-1f1b", virtual_stages=2)
-        pieces = _pieces(MemoryKey(LLAMA, plan, WORK), layout_of(plan), 0)
+        pieces = stage_pieces(LLAMA, layout_of(plan), 0, plan.recompute, plan.recompute_layers)
         blocks = [(piece.count, piece.recompute) for piece in pieces if piece.is_block]
         assert blocks == [(3, "full"), (6, "none"), (3, "full"), (5, "none")], "the head weighs a block"
 

@@ -135,15 +135,7 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
         outer = apply_shard(module, [*blocks.values()], plan, meshes.data, device, fill, experts)
     else:
         apply_autocast(module, plan)
-        for block in () if adapters is None else blocks.values():
-            materialize_unit(block, device, fill)
-        materialize_unit(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
-        send_what_ddp_cannot(module)
-        for block in blocks.values():
-            convert_unit(block, plan)
-        if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
-            make_contiguous(module, gaps_only=True)
-        outer = apply_replicate(module, spec, plan, dist.get_world_size(), device)
+        outer = _replicate(module, blocks, spec, plan, device, fill, adapted=adapters is not None)
     pipeline = None
     if meshes is not None and decision.wiring is not None:
         pipeline = make_pipeline(stages, plan, meshes, device)
@@ -157,6 +149,28 @@ def apply(module: nn.Module, plan: Plan, device: torch.device, sample: Any = Non
 def is_unwrapped(module: object) -> bool:
     """Return whether ``module`` was prepared as it is: without DDP around it, and not sharded in place."""
     return isinstance(module, nn.Module) and getattr(module, _MARK, False) and not isinstance(module, FSDPModule)
+
+
+def _replicate(
+    module: nn.Module,
+    blocks: dict[str, nn.Module],
+    spec: ModelSpec,
+    plan: Plan,
+    device: torch.device,
+    fill: Fill | None,
+    *,
+    adapted: bool,
+) -> nn.Module:
+    """Give the model its weights on every rank, and put DDP around it."""
+    for block in blocks.values() if adapted else ():
+        materialize_unit(block, device, fill)
+    materialize_unit(module, device, fill, broadcast=False)  # DDP broadcasts rank 0's weights itself
+    send_what_ddp_cannot(module)
+    for block in blocks.values():
+        convert_unit(block, plan)
+    if plan.parsed.base == "zero1":  # it broadcasts each parameter after the update
+        make_contiguous(module, gaps_only=True)
+    return apply_replicate(module, spec, plan, dist.get_world_size(), device)
 
 
 def _place_stages(

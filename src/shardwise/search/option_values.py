@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from shardwise.cost.link_calibration import CalibrationFile, covers
 from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
@@ -14,8 +15,9 @@ from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, type_problems
 from shardwise.plan.program import ProgramTraits, find_program, program_table
+from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
-from shardwise.search.problem import default_precision
+from shardwise.search.problem import default_precision, unknown_links
 from shardwise.units import counted
 
 LOSSES = ("plain", "fused")
@@ -109,6 +111,17 @@ def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> li
     return [f"--recompute-layers {asked} is more than the {counted(profile.num_blocks, 'block')} of {profile.name}"]
 
 
+def adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
+    """List problems of the requested adapters."""
+    from shardwise.model.lora import with_adapters
+
+    try:
+        with_adapters(profile, parse_strategy(strategy).adapter, targets=targets)
+    except PlanError as error:
+        return list(error.problems)
+    return []
+
+
 def choice_problems(choices: list[tuple[str, str | None, tuple[str, ...]]]) -> list[str]:
     """List each option whose given value is unknown, with the known values."""
     return [
@@ -152,3 +165,41 @@ def read_length(text: str | None, option: str = "--seq-len") -> int | None:
             f"{option} '{text:.20}' must be a whole number of tokens from 1 to {LONGEST}; write 4096, or 4k for it"
         )
     return number
+
+
+def without_effect_notes(
+    words: Mapping[str, Any], profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None
+) -> list[str]:
+    """List arguments without an effect, or with an unknown one."""
+    notes = []
+    adapters = {"--lora-rank": words["lora_rank"], "--lora-targets": words["lora_targets"]}
+    if words["strategy"] is None or "lora" not in words["strategy"]:
+        given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
+        notes += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
+    if profile.seq_len is None:
+        given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
+        unread = [f"{option} {value}" for option, value in given.items() if value is not None]
+        notes += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
+    if words["document_len"] is not None and words["document_len"] >= (profile.seq_len or 0):
+        tokens = "does not read tokens" if profile.seq_len is None else f"has samples of {profile.seq_len} tokens"
+        notes.append(f"--document-len {words['document_len']} has no effect: {profile.name} {tokens}")
+    name = "a CPU" if cluster.gpu is None else cluster.gpu.name
+    has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
+    if words["fp8"] in RECIPES and cluster.device == "cpu":
+        notes.append(f"--fp8 {words['fp8']}: PyTorch has no fp8 products on a CPU; fp8_emulate = true tests them there")
+    elif words["fp8"] in RECIPES and not words["compiled"]:
+        notes.append(f"--fp8 {words['fp8']} without --compile: each cast to fp8 is ten kernels; add --compile")
+    if words["precision"] == "fp8" and cluster.device == "cpu":
+        notes.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
+    elif words["precision"] is not None and has and words["precision"] not in has:
+        usual = ", ".join(one for one in get_args(Precision) if one in has)
+        notes.append(
+            f"--precision {words['precision']}: {name} has no units for it, so speed is unknown; it has {usual}"
+        )
+    measured = links is not None and covers(links, cluster)
+    if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
+        notes.append(
+            f"the speed of the {' and the '.join(unknown)} is unknown, and so is that of every plan; give it as in "
+            f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
+        )
+    return notes

@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from shardwise.cost.link_calibration import CalibrationFile, covers
+from shardwise.cost.link_calibration import CalibrationFile
 from shardwise.cost.price import Prices, price_of, read_prices
-from shardwise.errors import PlanError, UserError
+from shardwise.errors import UserError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.fp8_recipes import RECIPES
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import Objective
 from shardwise.plan.optimizers import OPTIMIZERS, either
@@ -28,8 +27,16 @@ from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, Weigh
 from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
-from shardwise.search.option_values import about_program, bad_choices, layer_problems, program_of, read_count
-from shardwise.search.problem import Costs, default_precision, precision_text, unknown_links
+from shardwise.search.option_values import (
+    about_program,
+    adapter_problems,
+    bad_choices,
+    layer_problems,
+    program_of,
+    read_count,
+    without_effect_notes,
+)
+from shardwise.search.problem import Costs, default_precision, precision_text
 
 FoundT = TypeVar("FoundT")
 ProfileOf = Callable[..., ModelProfile]  # of a MODEL argument, by ``seq_len`` and ``compiled``
@@ -316,7 +323,7 @@ def build_request(
     profile, notes = tried(problems, lambda: _profile(words, profile_of)) or (None, [])
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
-        problems += _adapter_problems(profile, strategy, targets)
+        problems += adapter_problems(profile, strategy, targets)
     problems += layer_problems(words, profile)
     if profile is not None and words["objective"] != "lm" and profile.seq_len is None:
         asked_for = f"--objective {words['objective']}"
@@ -330,7 +337,7 @@ def build_request(
     notes = [
         *first_notes,
         *notes,
-        *_left_out(words, profile, cluster, links),
+        *without_effect_notes(words, profile, cluster, links),
         *about_program(program, words["program"]),
     ]
     if words["precision"] is None:
@@ -413,55 +420,6 @@ def tried(problems: list[str], read: Callable[[], FoundT]) -> FoundT | None:
     except UserError as error:
         problems += error.problems
     return None
-
-
-def _adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
-    """List problems of the requested adapters."""
-    from shardwise.model.lora import with_adapters
-
-    try:
-        with_adapters(profile, parse_strategy(strategy).adapter, targets=targets)
-    except PlanError as error:
-        return list(error.problems)
-    return []
-
-
-def _left_out(
-    words: Mapping[str, Any], profile: ModelProfile, cluster: ClusterSpec, links: CalibrationFile | None
-) -> list[str]:
-    """List arguments without an effect, or with an unknown one."""
-    notes = []
-    adapters = {"--lora-rank": words["lora_rank"], "--lora-targets": words["lora_targets"]}
-    if words["strategy"] is None or "lora" not in words["strategy"]:
-        given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
-        notes += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
-    if profile.seq_len is None:
-        given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
-        unread = [f"{option} {value}" for option, value in given.items() if value is not None]
-        notes += [f"{words_given} has no effect: {profile.name} does not read tokens" for words_given in unread]
-    if words["document_len"] is not None and words["document_len"] >= (profile.seq_len or 0):
-        tokens = "does not read tokens" if profile.seq_len is None else f"has samples of {profile.seq_len} tokens"
-        notes.append(f"--document-len {words['document_len']} has no effect: {profile.name} {tokens}")
-    name = "a CPU" if cluster.gpu is None else cluster.gpu.name
-    has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
-    if words["fp8"] in RECIPES and cluster.device == "cpu":
-        notes.append(f"--fp8 {words['fp8']}: PyTorch has no fp8 products on a CPU; fp8_emulate = true tests them there")
-    elif words["fp8"] in RECIPES and not words["compiled"]:
-        notes.append(f"--fp8 {words['fp8']} without --compile: each cast to fp8 is ten kernels; add --compile")
-    if words["precision"] == "fp8" and cluster.device == "cpu":
-        notes.append("--precision fp8: PyTorch has no fp8 matrix products on a CPU; memory is that of bf16")
-    elif words["precision"] is not None and has and words["precision"] not in has:
-        usual = ", ".join(one for one in get_args(Precision) if one in has)
-        notes.append(
-            f"--precision {words['precision']}: {name} has no units for it, so speed is unknown; it has {usual}"
-        )
-    measured = links is not None and covers(links, cluster)
-    if cluster.device == "cuda" and not measured and (unknown := unknown_links(cluster)):
-        notes.append(
-            f"the speed of the {' and the '.join(unknown)} is unknown, and so is that of every plan; give it as in "
-            f"--cluster {cluster.nodes}x{cluster.devices_per_node}x{cluster.device_name}@pcie4/eth25"
-        )
-    return notes
 
 
 def find_cluster(text: str | None, device: str = "auto", nproc: int | None = None) -> ClusterSpec:
