@@ -22,6 +22,7 @@ $(READY): pyproject.toml constraints.txt
 
 $(TOOLS): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,qlora,ui,trackers,dev,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(VENV)/fp8 torchao
 	@touch $(TOOLS)
 
 setup: $(TOOLS)  ## make .venv and install what is pinned in constraints.txt, with all that tests and benchmarks need

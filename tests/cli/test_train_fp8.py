@@ -15,9 +15,10 @@ from shardwise.train.config import read_config
 from tests.cli import configs
 from tests.cli.test_train import train_here
 from tests.commands import shardwise
+from tests.fp8 import use_torchao
 from tests.worlds import run_world
 
-pytest.importorskip("torchao")
+use_torchao()
 
 MODEL: dict[str, Any] = {"factory": "tests.world.test_fp8:Decoder", "kwargs": {"vocab": 257}}
 EMULATED: dict[str, Any] = {"precision": "bf16", "fp8": "tensorwise", "fp8_emulate": True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import shardwise.parallel.apply as apply_module
@@ -13,11 +12,12 @@ import shardwise.parallel.fp8 as fp8_module
 import shardwise.train.session as session_module
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.train.loss import token_loss_sum
+from tests.fp8 import use_torchao
 from tests.models import ragged_batches
 from tests.world.test_fp8 import plan_for, prepared
 from tests.worlds import run_world
 
-pytest.importorskip("torchao")
+use_torchao()
 
 LAYERS, MULTIPLY, SCALES = "fp8 layers", "layers that multiply in fp8", "scales of weights gathered in fp8"
 real_unit, real_config = fp8_module.convert_unit, fp8_module.config_of

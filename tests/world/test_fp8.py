@@ -20,10 +20,11 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
+from tests.fp8 import use_torchao
 from tests.models import VOCAB, ragged_batches
 from tests.worlds import run_world
 
-pytest.importorskip("torchao")
+use_torchao()
 
 WIDTH, STEPS = 32, 3
 OPTIONS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}

@@ -54,8 +54,6 @@ def check_fp8(module: nn.Module, spec: ModelSpec, plan: Plan, device: torch.devi
         return None
     if problem := device_problem(plan, device):
         raise PlanError(problem)
-    if importlib.util.find_spec("torchao") is None:
-        raise PlanError(f"fp8 = '{plan.fp8}' is run by torchao, which is not installed: pip install 'shardwise[fp8]'")
     if expert_layers(module):
         raise ModelError(
             f"fp8 = '{plan.fp8}': the model has experts, whose grouped products torchao's Float8Linear does not have; "
@@ -68,6 +66,8 @@ def check_fp8(module: nn.Module, spec: ModelSpec, plan: Plan, device: torch.devi
             f"fp8 = '{plan.fp8}' converts no layer: the model has no torch.nn.Linear in repeated blocks that it can "
             f"convert{f' ({kept})' if kept else ''}; leave fp8 out"
         )
+    if importlib.util.find_spec("torchao") is None:
+        raise PlanError(f"fp8 = '{plan.fp8}' is run by torchao, which is not installed: pip install 'shardwise[fp8]'")
     for name, part in module.named_modules():
         if clean_name(name) in found.layers:
             setattr(part, _MARK, True)

@@ -1,0 +1,18 @@
+"""torchao for the tests of fp8, in a folder of its own: transformers imports it at each start, where it finds it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(sys.prefix) / "fp8"
+"""Where ``make setup`` puts it."""
+
+
+def use_torchao() -> None:
+    """Let this process import torchao, or skip the module that calls this."""
+    if FOLDER.is_dir() and str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    pytest.importorskip("torchao", reason="torchao is not installed: make setup puts it into .venv/fp8")
