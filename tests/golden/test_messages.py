@@ -26,6 +26,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.train.config import read_config
+from tests.fp8 import FOLDER as TORCHAO
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("messages.json")
@@ -417,7 +418,7 @@ def run_case(name: str, shared: Path, folder: Path) -> dict[str, Any]:
         words = prepare(name, folder, stack)
         stack.enter_context(contextlib.chdir(folder))
         stack.enter_context(mock.patch.object(sys, "argv", ["shardwise", *words]))
-        stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, str(TORCHAO)]))
         stack.enter_context(mock.patch.dict(os.environ, {"COLUMNS": "120", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}))
         stack.enter_context(mock.patch("psutil.virtual_memory", lambda: types.SimpleNamespace(total=HOST_BYTES)))
         stack.enter_context(mock.patch("shardwise.hardware.cluster._nvml_devices", list))

@@ -67,7 +67,7 @@ def check_fp8(module: nn.Module, spec: ModelSpec, plan: Plan, device: torch.devi
             f"convert{f' ({kept})' if kept else ''}; leave fp8 out"
         )
     if importlib.util.find_spec("torchao") is None:
-        raise PlanError(f"fp8 = '{plan.fp8}' is run by torchao, which is not installed: pip install 'shardwise[fp8]'")
+        raise PlanError(f"fp8 = '{plan.fp8}' needs torchao; install it with: pip install 'shardwise[fp8]'")
     for name, part in module.named_modules():
         if clean_name(name) in found.layers:
             setattr(part, _MARK, True)

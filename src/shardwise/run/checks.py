@@ -98,9 +98,11 @@ def _fp8_problem(types: StoredTypes | Plan, cluster: ClusterSpec) -> str:
     """Return why fp8 products cannot run here; a rank asks its GPU, too (`parallel.fp8`)."""
     if types.fp8 == "none":
         return ""
+    if cluster.device == "cpu" and not types.fp8_emulate:
+        return no_products(types.fp8, "the ranks are on a CPU")
     if find_spec("torchao") is None:
         return f"fp8 = '{types.fp8}' needs torchao; install it with: pip install 'shardwise[fp8]'"
-    return no_products(types.fp8, "the ranks are on a CPU") if cluster.device == "cpu" and not types.fp8_emulate else ""
+    return ""
 
 
 def check_packages(adapter: str) -> None:
