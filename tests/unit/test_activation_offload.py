@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 
@@ -31,6 +32,22 @@ NODE = parse_cluster("8xA100-80GB")
 WORK = Workload()
 CPU = torch.device("cpu")
 GIB = 2**30
+
+
+class Changing(nn.Module):
+    """Changes in place what it has saved, or saves a view that has no bytes of its own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("scale", torch.ones(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "conjugate":
+            return x * x.conj()
+        out = x.exp() if self.what == "result" else x * self.scale
+        (out if self.what == "result" else self.scale).mul_(2)
+        return out
 
 
 class TestHooks:
@@ -113,6 +130,32 @@ class TestHooks:
         y = block(x).sum()
         first = torch.autograd.grad(y, x, retain_graph=True)[0]
         assert torch.equal(torch.autograd.grad(y, x)[0], first)
+
+    @pytest.mark.parametrize("what", ["result", "buffer"])
+    def test_what_stays_and_is_changed_in_place_is_told_as_by_autograd(self, what):
+        block = Changing(what)
+        SavedOnHost(CPU).attach(block)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            block(torch.ones(10, requires_grad=True)).sum().backward()
+
+    def test_a_copy_of_a_block_computes_with_its_own_weights(self):
+        block = nn.Linear(8, 8)
+        SavedOnHost(CPU).attach(block)
+        other = copy.deepcopy(block)
+        nn.init.zeros_(other.weight), nn.init.zeros_(other.bias)
+        assert not other(torch.ones(2, 8)).any() and block(torch.ones(2, 8)).any()
+
+    def test_casts_of_frozen_weights_stay_and_conjugate_views_pass(self):
+        block, hooks = nn.Linear(64, 64).requires_grad_(False), SavedOnHost(CPU)
+        hooks.attach(block)
+        with torch.autocast("cpu", torch.bfloat16):
+            block(torch.ones(8, 64, requires_grad=True)).sum().backward()
+        assert hooks.saved == 0
+        block = Changing("conjugate")
+        hooks.attach(block)
+        values = torch.ones(256, dtype=torch.complex64, requires_grad=True)
+        block(values).real.sum().backward()
+        assert torch.equal(values.grad, torch.full_like(values, 2.0))
 
 
 def plan_of(strategy: str = "fsdp", **options) -> Plan:

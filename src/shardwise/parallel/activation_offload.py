@@ -21,12 +21,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 LEAST_BYTES = 1024  # smaller storages stay: torchtune's ``min_offload_size``
 # Nodes between a weight and what is saved of it: autocast's cast, and the views of linear layers
-_OF_WEIGHTS = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
+_OF_WEIGHTS = {
+    *("ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"),
+    "_ToTorchTensorBackward",
+}
 
 
 class _HostCopy:
@@ -61,6 +64,59 @@ class _View:
     offset: int
 
 
+class _Kept:
+    """A saved tensor that stays, and its version then."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()  # itself would keep its own node alive
+        self._version = tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self._tensor.dtype} {[*self._tensor.shape]} is at version {self._tensor._version}; expected version "
+                f"{self._version} instead"
+            )
+        return self._tensor
+
+
+class _Weights:
+    """What a block holds, to tell it from what it computes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        held = [*block.parameters(), *block.buffers()]
+        self._storages = {_storage(one)._cdata for one in held}
+        self._shapes = {tuple(sorted(one.shape)) for one in held if one.ndim > 1}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a weight or a buffer, cast or seen otherwise: autocast saves such.
+
+        A cast of a frozen weight has no history: what needs no gradient and has a weight's shape is taken for one.
+        """
+        if isinstance(tensor, nn.Parameter) or tensor.untyped_storage()._cdata in self._storages:
+            return True
+        if tensor.grad_fn is None:
+            return not tensor.requires_grad and tuple(sorted(tensor.shape)) in self._shapes
+        node: Any = tensor.grad_fn
+        while node is not None and node.name() in _OF_WEIGHTS:
+            node = node.next_functions[0][0]
+        return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+class _Forward:
+    """In the place of a block's ``forward``; a copy of the block gets one of its own, as attributes are copied."""
+
+    def __init__(self, block: nn.Module, hooks: SavedOnHost) -> None:
+        self.block, self.hooks, self.inner = block, hooks, block.forward
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = _Weights(self.block)
+        with saved_tensors_hooks(functools.partial(self.hooks.pack, own), self.hooks.unpack):
+            return self.inner(*args, **kwargs)
+
+
 class SavedOnHost:
     """Hooks of a model's blocks on ``device``, and the bytes since they were made, each storage once for each copy.
 
@@ -80,21 +136,19 @@ class SavedOnHost:
 
     def attach(self, block: nn.Module) -> None:
         """Run the block's forward under the hooks from now on."""
-        inner = block.forward
+        block.forward = _Forward(block, self)
 
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            own = {_storage(tensor)._cdata for tensor in (*block.parameters(), *block.buffers())}
-            with saved_tensors_hooks(functools.partial(self._pack, own), self._unpack):
-                return inner(*args, **kwargs)
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedOnHost:
+        return self  # copies of the model, such as averages, count here, too
 
-        block.forward = forward
-
-    def _pack(self, own: set[int], tensor: torch.Tensor) -> Any:
-        key, size = _storage(tensor)._cdata, _storage(tensor).nbytes()
-        elsewhere = tensor.device.type != self.device.type or isinstance(tensor, DTensor)
-        if key in own or size < LEAST_BYTES or elsewhere or _is_of_a_weight(tensor):
-            return tensor if tensor.is_leaf else tensor.detach()  # itself would keep its own node alive
+    def pack(self, own: _Weights, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps in the place of ``tensor``."""
+        elsewhere = tensor.device.type != self.device.type or is_traceable_wrapper_subclass(tensor)
+        if elsewhere or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return _Kept(tensor)
+        key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        if size < LEAST_BYTES or own.has(tensor):
+            return _Kept(tensor)
         copy = self._live.get(key)
         if copy is None or copy.version != tensor._version:
             copy = self._live[key] = _HostCopy(tensor)
@@ -102,9 +156,14 @@ class SavedOnHost:
             self.moved += size if copy.moved else 0
         return _View(copy, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that `pack` was given.
+
+        Raises:
+            RuntimeError: it stayed, and was changed since: autograd itself does not look at what hooks return.
+        """
+        if isinstance(packed, _Kept):
+            return packed.tensor()
         self.returned += packed.copy.host.nbytes if packed.copy.back is None else 0
         flat = packed.copy.on_device().view(packed.dtype)
         return flat.as_strided(packed.size, packed.stride, packed.offset)
@@ -132,11 +191,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor's storage as one row of bytes."""
     elements = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
-
-
-def _is_of_a_weight(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a trained weight, cast or seen otherwise: autocast and linear layers save such."""
-    node: Any = tensor.grad_fn
-    while node is not None and node.name() in _OF_WEIGHTS:
-        node = node.next_functions[0][0]
-    return tensor.grad_fn is not None and isinstance(getattr(node, "variable", None), nn.Parameter)

@@ -109,7 +109,7 @@ def decided(module: nn.Module, spec: ModelSpec) -> Converted:
 
 
 def _each_parameter(module: nn.Module) -> Iterator[nn.Parameter]:
-    for part in module.modules():
+    for _, part in module.named_modules(remove_duplicate=False):  # a layer in two places counts twice
         yield from (p for p in part._parameters.values() if p is not None)
 
 

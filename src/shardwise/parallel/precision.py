@@ -10,6 +10,7 @@ cast, as FSDP2 casts them, and what a model wants in fp32 it casts itself.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,20 +45,25 @@ def apply_autocast(module: nn.Module, plan: Plan) -> None:
     """
     if plan.precision == "fp32":
         return
-    inner, dtype, low = module.forward, DTYPES[plan.precision], stores_low(plan)
+    module.forward = _Autocast(module.forward, plan.device, DTYPES[plan.precision], stores_low(plan))
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if low:
-            args, kwargs = _pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
-        with torch.autocast(plan.device, dtype=dtype, enabled=not low):
-            outputs = inner(*args, **kwargs)
+class _Autocast:
+    """In the place of a model's ``forward``; of a copy of the model, such as an average, it calls the copy's."""
+
+    def __init__(self, inner: Callable[..., Any], device: str, dtype: torch.dtype, low: bool) -> None:
+        self.inner, self.device, self.dtype, self.low = inner, device, dtype, low
+        functools.update_wrapper(self, inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.low:
+            args, kwargs = _pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        with torch.autocast(self.device, dtype=self.dtype, enabled=not self.low):
+            outputs = self.inner(*args, **kwargs)
         return _pytree.tree_map_only(torch.Tensor, _to_fp32, outputs)
 
-    module.forward = forward
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 def store_low(module: nn.Module, plan: Plan) -> None:

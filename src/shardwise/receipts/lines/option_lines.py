@@ -98,8 +98,9 @@ def _compile_line(session: Session, recorder: StepRecorder) -> Line:
 def _offloaded_line(session: Session, step: Step, recorder: StepRecorder) -> Line:
     """Compare what blocks saved with what was copied to host memory, and came back.
 
-    A frozen block, or one whose result is unused, need not ask for all that it saved. The predicted bytes are beside
-    them and are not judged: what a model saves of constants, such as masks, depends on the number of samples.
+    Nothing is judged where nothing came by: a recomputed block's input, say, that is passed by keyword. A frozen block,
+    or one whose result is unused, need not ask for all that it saved. The predicted bytes are beside them and are not
+    judged: what a model saves of constants, such as masks, depends on the number of samples.
     """
     saved, moved, returned = recorder.offloaded
     foreseen = (session.saved_on_host or 0) * len(run_micros(session, step))
@@ -108,7 +109,7 @@ def _offloaded_line(session: Session, step: Step, recorder: StepRecorder) -> Lin
         name=OPTION_SPECS["offload_activations"].receipt,
         planned=f"{bytes_text(saved)} (all that blocks saved{predicted})",
         found=f"{bytes_text(moved)}, {bytes_text(returned)} came back",
-        ok=0 < saved == moved and 0 < returned <= moved,
+        ok=None if not saved else saved == moved and 0 < returned <= moved,
     )
 
 
