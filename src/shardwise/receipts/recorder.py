@@ -52,9 +52,10 @@ class StepRecorder:
         self._hooks += [head.register_forward_hook(self._leave_head) for head in heads(session)]
         self._hooks += self.forwards.hooks
         self.fp8_layers: set[str] = set()  # whose forward was a product in fp8; compiled blocks do not show theirs
+        self.fp8_called: set[str] = set()
         self._products_before = 0
         for name, layer in () if session.plan.compile else float8_layers(session.module).items():
-            self._hooks.append(layer.register_forward_pre_hook(self._enter_layer))
+            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._enter_layer, name)))
             self._hooks.append(layer.register_forward_hook(functools.partial(self._leave_layer, name)))
         self.spans: list[StageSpan] = []
         self._pipeline = session.applied.pipeline
@@ -125,7 +126,8 @@ class StepRecorder:
             if name != self._first:
                 self.lengths.add(hidden.shape[1])
 
-    def _enter_layer(self, *_: Any) -> None:
+    def _enter_layer(self, name: str, *_: Any) -> None:
+        self.fp8_called.add(name)
         self._products_before = self.recorder.fp8_products
 
     def _leave_layer(self, name: str, *_: Any) -> None:

@@ -31,9 +31,10 @@ def fp8_lines(session: Session, recorder: StepRecorder) -> Iterator[Line]:
     found = " and ".join(f"{number} {text}" for text, number in kinds.items()) or "none"
     yield _same("fp8 layers", f"{planned} {kind}{others}", f"{found}{others}")
     if not plan.compile:
-        multiplied = len(recorder.fp8_layers)  # some, where a step passes some blocks by
-        ok = None if 0 < multiplied < planned else multiplied == planned
-        yield Line(name="layers that multiply in fp8", planned=str(planned), found=str(multiplied), ok=ok)
+        called, multiplied = len(recorder.fp8_called), len(recorder.fp8_layers)
+        found = str(multiplied) if called == len(layers) else f"{multiplied} of {called} that were called"
+        ok = 0 < multiplied == called and len(layers) == planned  # a step may pass some blocks by
+        yield Line(name="layers that multiply in fp8", planned=str(planned), found=found, ok=ok)
     if gathers_fp8(plan):
         yield _scale_line(session, planned)
     yield Line(name="fp8 against bf16", planned="by bench step --fp8", found="not measured in this run", ok=None)
