@@ -248,8 +248,14 @@ def _plan_news(old: Plan, plan: Plan) -> list[str]:
         "precision": (old.precision, plan.precision),
         "recompute": (old.recompute, plan.recompute),
         "recomputed blocks": (old.recompute_layers or "all", plan.recompute_layers or "all"),
+        "activations offloaded": (_yes(old.offload_activations), _yes(plan.offload_activations)),
+        "fp8": (old.fp8, plan.fp8),
     }
     return texts + [f"{name} {before} → {after}" for name, (before, after) in pairs.items() if before != after]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _spread(plan: Plan) -> str:
