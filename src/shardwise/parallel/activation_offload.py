@@ -113,6 +113,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = _Weights(self.block)
+        self.hooks.forwards += 1
         with saved_tensors_hooks(functools.partial(self.hooks.pack, own), self.hooks.unpack):
             return self.inner(*args, **kwargs)
 
@@ -121,12 +122,12 @@ class SavedOnHost:
     """Hooks of a model's blocks on ``device``, and the bytes since they were made, each storage once for each copy.
 
     ``saved`` of tensors that blocks saved and that are to move, ``moved`` of copies in host memory, ``returned`` of
-    copies back.
+    copies back. ``forwards`` ran under the hooks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.saved = self.moved = self.returned = 0
+        self.saved = self.moved = self.returned = self.forwards = 0
         self._live: WeakValueDictionary[int, _HostCopy] = WeakValueDictionary()
 
     @property
