@@ -18,6 +18,7 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.parallel.activation_checkpointing import apply_recompute
 from shardwise.parallel.activation_offload import SavedOnHost
+from shardwise.parallel.precision import apply_autocast
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan, axis_problems
 from shardwise.plan.strategy import parse_strategy
@@ -144,6 +145,14 @@ class TestHooks:
         other = copy.deepcopy(block)
         nn.init.zeros_(other.weight), nn.init.zeros_(other.bias)
         assert not other(torch.ones(2, 8)).any() and block(torch.ones(2, 8)).any()
+
+    def test_so_does_a_copy_of_a_model_under_autocast(self):
+        model = nn.Sequential(nn.Linear(8, 8))
+        apply_autocast(model, Plan(strategy="ddp", dims=dims_for(parse_strategy("ddp"), 2), precision="bf16"))
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            nn.init.zeros_(parameter)
+        assert not other(torch.ones(2, 8)).any() and model(torch.ones(2, 8)).any()
 
     def test_casts_of_frozen_weights_stay_and_conjugate_views_pass(self):
         block, hooks = nn.Linear(64, 64).requires_grad_(False), SavedOnHost(CPU)
