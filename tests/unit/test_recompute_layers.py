@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
@@ -17,10 +18,13 @@ from shardwise.plan.plan import Plan, axis_problems
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.run.resume_command import with_plan
 from shardwise.search.candidate import Pins
 from shardwise.search.problem import ask
 from shardwise.search.recompute_layers import ROOM
 from shardwise.search.search import cost_of, search
+from shardwise.train.config import read_config
+from tests.cli import configs
 from tests.cli.test_plan_command import command
 
 LLAMA = load_profile("llama-3.1-8b", seq_len=4096)
@@ -156,3 +160,13 @@ class TestWords:
             from shardwise.plan.plan import runnable
 
             runnable(plan_of("fsdp", 3, "none"))
+
+
+def test_a_command_for_another_plan_says_all_blocks_where_the_config_says_some(tmp_path):
+    file = configs.write_config(tmp_path, parallel={"strategy": "ddp", "recompute": "full", "recompute_layers": 2})
+    config, plan = read_config(file), plan_of("fsdp", None).model_copy(update={"offload_activations": True})
+    words = shlex.split(with_plan(["shardwise", "train", str(file)], config, plan))
+    assert "parallel.recompute_layers=all" in words and "parallel.offload_activations=true" in words
+    again = read_config(file, [word for word in words if word.startswith("parallel.")]).parallel
+    assert again.recompute_layers is None and again.offload_activations
+    assert not [word for word in words if "fp8" in word or "weights" in word]

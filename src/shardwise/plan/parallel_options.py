@@ -68,7 +68,7 @@ class ParallelOptions(BaseModel):
         1, description="+pp: stages of a rank; what the schedule needs if left out"
     )
     recompute_layers: Annotated[int | None, Field(ge=1, le=2**16), OptionSpec("blocks recomputed")] = Field(
-        None, description="recompute: only the first so many blocks, of each pipeline stage; all, if left out"
+        None, description="recompute: only the first so many blocks, of each pipeline stage; all, if left out or `all`"
     )
     offload_activations: Annotated[bool, OptionSpec("activations offloaded")] = Field(
         False, description="keep what blocks save for the backward in host memory; with recompute full their inputs"

@@ -9,6 +9,7 @@ from shardwise.checkpoint.format import saved_steps
 from shardwise.checkpoint.storage.local_storage import folder_of
 from shardwise.errors import ShardwiseError
 from shardwise.plan.plan import Plan
+from shardwise.plan.tensor_types import TYPE_FIELDS
 from shardwise.train.config import Config
 
 _REPLACED = ("--strategy", "--plan")
@@ -19,10 +20,10 @@ def with_plan(command: Sequence[str], config: Config, plan: Plan) -> str:
     words = list(_without(command, _REPLACED))
     keys = ["micro_batch", *(["grad_accum"] if config.train.grad_accum or config.train.global_batch is None else [])]
     words += ["--strategy", plan.strategy] + [f"train.{key}={getattr(plan, key)}" for key in keys]
-    if plan.recompute != config.parallel.recompute:
-        words.append(f"parallel.recompute={plan.recompute}")
-    if plan.recompute_layers != config.parallel.recompute_layers and plan.recompute_layers:
-        words.append(f"parallel.recompute_layers={plan.recompute_layers}")
+    for name in ("recompute", "recompute_layers", "offload_activations", *TYPE_FIELDS, "fp8_emulate"):
+        value = getattr(plan, name)
+        if value != getattr(config.parallel, name):
+            words.append(f"parallel.{name}={'all' if value is None else str(value).lower()}")
     return shlex.join(words)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
@@ -235,6 +235,11 @@ class ParallelTable(ParallelOptions, StoredTypes, Table):
     loss_parallel: bool = option_field("loss_parallel")
     nvme_path: Named | None = option_field("nvme_path")
     threads: Ranks | None = Field(None, description="CPU threads of a rank; the cores divided by the ranks if left out")
+
+    @field_validator("recompute_layers", mode="before")
+    @classmethod
+    def _all_layers(cls, value: object) -> object:
+        return None if value == "all" else value
 
     @model_validator(mode="after")
     def _strategy_exists(self) -> Self:
