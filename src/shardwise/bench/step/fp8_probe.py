@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from shardwise.bench.step.step_bench import WARM_UP, seeded_model, shardwise_loop
+from shardwise.bench.step.step_bench import in_turns, seeded_model, shardwise_loop
 from shardwise.bench.step.step_ranks import facts, windows
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import UserError
@@ -89,16 +87,6 @@ def time_fp8(task: Fp8Task, ranks: Ranks) -> dict[str, Any] | None:
         shardwise_loop(seeded_model(factory, config.train.seed), one, ranks, make_optimizer, clip, sample)
         for one in plans
     ]
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(WARM_UP + (config.train.steps or 1)):
-        micros = next(batches)
-        for which in (0, 1) if turn % 2 else (1, 0):
-            dist.barrier()
-            begin = time.perf_counter()
-            loops[which](micros)
-            if ranks.device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn >= WARM_UP:
-                times[which].append(time.perf_counter() - begin)
-    found = Fp8Samples(strategy=plan.strategy, recipe=plan.fp8, fp8_s=tuple(times[0]), bf16_s=tuple(times[1]))
+    fp8_s, bf16_s = in_turns(loops, batches, ranks, config.train.steps or 1)
+    found = Fp8Samples(strategy=plan.strategy, recipe=plan.fp8, fp8_s=fp8_s, bf16_s=bf16_s)
     return {**facts(job, ranks), "samples": found.model_dump()} if ranks.is_main else None

@@ -134,7 +134,16 @@ def bench_step(
     contenders = [shardwise_loop(seeded_model(factory, seed), plan, ranks, make_optimizer, clip, sample)]
     if (peer := optional_object(PEER_LOOP)) is not None:
         contenders.append(peer(seeded_model(factory, seed), plan, ranks, make_optimizer, clip))
-    times: tuple[list[float], list[float]] = ([], [])
+    ours, *others = in_turns(contenders, windows, ranks, steps)
+    plain = others[0] if others else ()
+    return StepSamples(strategy=plan.strategy, batch=plan.batch_equation(), shardwise_s=ours, plain_s=plain)
+
+
+def in_turns(
+    contenders: Sequence[TrainStep], windows: Iterator[list[Batch]], ranks: Ranks, steps: int
+) -> list[tuple[float, ...]]:
+    """Return the seconds of ``steps`` turns of each contender after a warm-up, in alternating order. Collective."""
+    times: list[list[float]] = [[] for _ in contenders]
     for turn in range(WARM_UP + steps):
         micros = next(windows)
         for contender in range(len(contenders))[:: 1 if turn % 2 else -1]:
@@ -145,8 +154,7 @@ def bench_step(
                 torch.cuda.synchronize()
             if turn >= WARM_UP:
                 times[contender].append(time.perf_counter() - begin)
-    ours, plain = (tuple(found) for found in times)
-    return StepSamples(strategy=plan.strategy, batch=plan.batch_equation(), shardwise_s=ours, plain_s=plain)
+    return [tuple(found) for found in times]
 
 
 def seeded_model(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
