@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.boxes import Box as Box
-from shardwise.distributed.local_tensor import stored
+from shardwise.distributed.local_tensor import local_of as local_of
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.model.read import clean_name
 from shardwise.parallel.lora.adapters import adapters_of
@@ -136,12 +136,6 @@ def engine_of(optimizer: Optimizer) -> Optimizer:
     spread: Any = getattr(module, "ZeroRedundancyOptimizer", ())
     inner: Optimizer | None = getattr(optimizer, "optim", None)
     return inner if isinstance(optimizer, spread) and inner is not None else optimizer
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local elements, sharing storage with ``tensor``."""
-    with torch.no_grad():
-        return stored(tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach())
 
 
 def box_of(tensor: torch.Tensor) -> Box:
