@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,11 +47,6 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-
-# Where torchao is installed, transformers and peft import it. It then tells of each compiled library that this torch
-# cannot load (none is used here), and has torch warn about its enums.
-logging.getLogger("torchao").addFilter(lambda record: not str(record.msg).startswith("Failed to load"))
-logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in str(record.msg))
 
 
 def __getattr__(name: str) -> Any:
