@@ -58,7 +58,8 @@ def trained(strategy: str, healthy_s: float, limit_s: float) -> dict[str, Any]:
         step.run(model, lambda out, labels: (out - labels).square().sum())
         step.update(optimizer)
         now = time.perf_counter() - begun
-        flags = torch.tensor([float(now > healthy_s and watch.checks > CHECKS), float(bool(said) or now > limit_s)])
+        ends = bool(said) or (detached_at > 0 and now - detached_s > limit_s)
+        flags = torch.tensor([float(now > healthy_s and watch.checks > CHECKS), float(ends)])
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
         if flags[0] and not detached_at:
             detached_at, detached_s, alarms = number + 1, now, len(said)
@@ -88,12 +89,13 @@ def main() -> None:
     options.add_argument("--output", type=Path, default=Path("benchmarks/watch"))
     options.add_argument("--healthy-s", type=float, default=40.0)
     options.add_argument("--limit-s", type=float, default=200.0)
+    options.add_argument("--strategy", action="append", choices=STRATEGIES)
     given = options.parse_args()
     results = []
-    for strategy in STRATEGIES:
+    for strategy in given.strategy or STRATEGIES:
         results.append(
             run_world(
-                trained, 2, strategy, given.healthy_s, given.limit_s, timeout_s=given.healthy_s + given.limit_s + 60
+                trained, 2, strategy, given.healthy_s, given.limit_s, timeout_s=given.healthy_s + 3 * given.limit_s
             )[0]
         )
         print(results[-1], flush=True)
