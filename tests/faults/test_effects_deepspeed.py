@@ -73,7 +73,9 @@ def reduces_early() -> Any:
 
 def no_recompute() -> Any:
     plain = under_test.apply_recompute
-    return mock.patch.object(under_test, "apply_recompute", lambda module, kind, blocks: plain(module, "none", blocks))
+    return mock.patch.object(
+        under_test, "apply_recompute", lambda module, kind, blocks, **_: plain(module, "none", blocks)
+    )
 
 
 SABOTAGES: dict[str, tuple[str, dict[str, Any], Callable[[], Any], str]] = {

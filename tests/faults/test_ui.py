@@ -393,6 +393,7 @@ def test_the_sessions_of_the_page(tmp_path):
     page = (ROOT / "docs" / "ui.md").read_text()
     sessions = re.findall(r"```console\n\$ (.+)\n((?:.*\n)*?)```", page)
     assert len(sessions) == 2
+    (tmp_path / "runs").mkdir()
     for command, expected in sessions:
         _, *words = command.split()
         started = subprocess.Popen(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.model.read import clean_name
 
@@ -48,6 +49,8 @@ def expert_layers(module: nn.Module) -> tuple[ExpertLayer, ...]:
 def _stacked(module: nn.Module) -> int | None:
     """Return the number of experts of a module whose own weights are stacked; ``None`` for any other."""
     own = list(module.parameters(recurse=False))
+    if any(map(is_lazy, own)):  # without shapes; `check_initialized` refuses the model in its own words
+        return None
     sizes = {p.shape[0] for p in own if p.ndim}
     if len(sizes) != 1 or not any(p.ndim == 3 for p in own) or len(own) < len([*module.parameters()]):
         return None
