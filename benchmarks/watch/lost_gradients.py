@@ -100,6 +100,7 @@ def main() -> None:
         )
         print(results[-1], flush=True)
     document = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "results": results}
+    given.output.mkdir(parents=True, exist_ok=True)
     (given.output / "lost_gradients.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
