@@ -39,13 +39,14 @@ class UnitBytes:
 
     ``ops`` are those before the loss; ``logits`` counts the elements that the loss reads. Backward of the loss stores
     ``loss_copies`` fp32 tensors of that size: log-probabilities and the gradients of both sides; where the vocabulary
-    is sharded, the logits and their gradient. ``kept`` stays from forward to backward, ``again`` is recomputed in
-    backward; ``forward`` is the peak of the temporaries beside it in forward.
+    is sharded, the logits and their gradient. ``kept`` stays from forward to backward, in ``pieces``, ``again`` is
+    recomputed in backward; ``forward`` is the peak of the temporaries beside it in forward.
     """
 
     ops: tuple[OpBytes, ...]
     input: float
     kept: float
+    pieces: tuple[float, ...]
     again: float
     forward: float
     logits: float
@@ -139,7 +140,7 @@ def _unit_bytes(
     unit = same.value
     autocasts = autocasts and all(w.itemsize > width for w in unit.weights)  # low-precision base, same stream
     seen = unit.autocast_ops if autocasts else ()
-    ops, outputs, shared, logits, divided = [], 0.0, 0.0, 0.0, False
+    ops, outputs, shared, logits, divided = [], [], 0.0, 0.0, False
     shares = autocasts and sharding.tp > 1 and sharding.sequence and sharding.own_loss
     for op in _entered_once(seen or unit.ops) if shares else seen or unit.ops:
         if op.kind == "loss":
@@ -149,18 +150,19 @@ def _unit_bytes(
         ops.append(_op_bytes(op, width, autocasts and not seen, sharding, compiled))
         if op.kept_by_selective:
             result = _output_bytes(op, width, sharding)
-            outputs += result
+            outputs.append(result)
             shared += 0.0 if op.temporary else result  # a later op would have saved it, too
     if autocasts and not seen and not shares:
         ops.append(OpBytes(autocast_copies(unit.ops) * width, 0.0, 0.0, 0.0))
     entry = unit.input_elements * (FP32 if autocasts else width) / (sharding.cp * sharding.of_entry(unit))
     saved = sum(op.saved for op in ops)
-    kept = {"none": saved, "selective": outputs + entry, "full": entry}[mode]
+    pieces = {"none": [op.saved for op in ops], "selective": [*outputs, entry], "full": [entry]}[mode]
     repeated = {"none": 0.0, "selective": max(0.0, saved - shared - entry), "full": max(0.0, saved - entry)}[mode]
     return UnitBytes(
         ops=tuple(ops),
         input=entry,
-        kept=kept,
+        kept=sum(pieces),
+        pieces=tuple(pieces),
         again=repeated,
         forward=_forward_peak(ops, keeps=mode == "none"),
         logits=logits,

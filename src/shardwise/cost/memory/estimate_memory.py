@@ -22,7 +22,7 @@ from shardwise.cost.memory.framework_overhead import context_bytes
 from shardwise.cost.memory.local_shapes import ShardLayout, layout_of, with_routing
 from shardwise.cost.memory.lower_bound import peak_lower_bound
 from shardwise.cost.memory.memory_key import MemoryKey
-from shardwise.cost.memory.offloaded_activations import offloaded_activations
+from shardwise.cost.memory.offloaded_activations import offloaded_activations, pinned_activations
 from shardwise.cost.memory.simulate import SimulatedStep, fullest, replay, settings_of
 from shardwise.cost.memory.step_program import write_program
 from shardwise.hardware.cluster import ClusterSpec
@@ -266,8 +266,11 @@ def _estimate(key: MemoryKey) -> Estimate:
     known = workload.optimizer is not None or workload.optimizer_states is not None
     state = max(setting.optimizer for setting in ranks) if known else None
     offloaded = parameters + gradients + (state or 0) if layout.offloads else 0
+    pinned = max(at_rest(setting, "pinned_parameters") for setting in ranks) * (2 if plan.reference == "copy" else 1)
+    pinned += gradients if early else max(at_rest(setting, "pinned_gradients") for setting in ranks)
     crowd = max(setting.in_flight for setting in ranks)
     saved = int(offloaded_activations(profile, plan, workload)) * crowd
+    in_host = int(pinned_activations(profile, plan, workload)) * crowd if away else 0
     reserved = simulated.peak("reserved")
     most = dict(zip(CATEGORIES, simulated.most, strict=True))
     return Estimate(
@@ -284,7 +287,7 @@ def _estimate(key: MemoryKey) -> Estimate:
         device=reserved + context,
         offloaded_bytes=offloaded,
         offloaded_activations=saved,
-        host_bytes=_host_bytes(profile, layout, cluster, offloaded, saved if away else 0),
+        host_bytes=_host_bytes(profile, layout, cluster, offloaded and pinned + (state or 0), in_host),
         phases=simulated.phases,
         notes=_notes(profile, layout, workload, known=known, squeezed=squeezed),
     )
@@ -321,8 +324,7 @@ def _simulated(
 def _host_bytes(profile: ModelProfile, layout: ShardLayout, cluster: ClusterSpec, offloaded: int, saved: int) -> int:
     """Host RAM of the fullest node: offloaded bytes, and rank 0's full model while it is built.
 
-    ``saved`` are the activations among them.
-
+    ``saved`` are activations. Parameters, gradients and activations are pinned, each tensor in a power of two of bytes.
     Values swapped to a drive pass through host buffers, which are not counted. On a CPU the ranks' device memory is not
     repeated here. Python, libraries and the data loader are not counted.
     """

@@ -174,6 +174,8 @@ class UnitWeights:
 
     parameters: int
     gradients: int
+    pinned_parameters: int  # as above, each tensor pinned in host memory
+    pinned_gradients: int
     trained: int  # elements at rest of the trained weights
     largest: int  # elements of the largest of them
     full: int  # as they are created, before they are sharded
@@ -188,6 +190,15 @@ class UnitWeights:
     copies: int
     exchanged: int
     widened: int  # the largest weight that is stored in fewer bits than it is computed with
+
+
+def pinned_bytes(size: float) -> int:
+    """Return the bytes of host memory that PyTorch pins for a tensor of ``size`` bytes: the next power of two.
+
+    So that freed blocks suit more requests (``CachingHostAllocator.h`` of PyTorch 2.13;
+    ``pinned_max_round_threshold_mb`` of its allocator settings, which changes it, is not read).
+    """
+    return 1 << (math.ceil(size) - 1).bit_length() if size > 0 else 0
 
 
 def framework_of(strategy: Strategy, framework: Framework | None) -> Framework:
@@ -463,6 +474,8 @@ def _unit_weights(
     for size, (w, _, rest, _) in zip(held, carried, strict=True):
         kinds[bool(w.experts)] += math.ceil(rest * size)
     kept = sum(kinds)
+    resting = [rest * (w.itemsize - w.scales) for w, _, rest, _ in both]
+    reduced = [rest * size / parts[bool(w.experts)] for size, (w, _, rest, _) in zip(held, carried, strict=True)]
     narrow = [fp8[0] and in_fp8(same.value, w) for w in weights]
     each_sent = [1 if fp8[1] and n else min(w.itemsize - w.scales, wide) for w, n in zip(weights, narrow, strict=True)]
     sent = [math.ceil(row[3] * size) for row, size in zip(both, each_sent, strict=True)]
@@ -471,8 +484,10 @@ def _unit_weights(
     read = sum(op.k * op.n for op in same.value.ops if op.kind == "matmul" and op.weight)
     tied = max(0, read - sum(w.num_elements for w in weights)) if same.value.kind == "head" else 0
     return UnitWeights(
-        parameters=sum(math.ceil(rest * (w.itemsize - w.scales)) for w, _, rest, _ in both) + scales,
+        parameters=sum(map(math.ceil, resting)) + scales,
         gradients=sum(math.ceil(size / part) for size, part in zip(kinds, parts, strict=True)),
+        pinned_parameters=sum(map(pinned_bytes, resting)) + scales,
+        pinned_gradients=sum(map(pinned_bytes, reduced)),
         trained=sum(rest for _, _, rest, _ in trained),
         largest=max((rest for _, _, rest, _ in trained), default=0),
         full=sum(math.ceil(n * w.itemsize) for w, n, _, _ in both),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwise.cost.memory.activations import unit_bytes
-from shardwise.cost.memory.local_shapes import heavy_stages, layout_of, stage_pieces, with_routing
+from shardwise.cost.memory.local_shapes import heavy_stages, layout_of, pinned_bytes, stage_pieces, with_routing
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
@@ -14,6 +16,15 @@ def offloaded_activations(profile: ModelProfile, plan: Plan, workload: Workload)
 
     Each goes to the host in the forward and comes back in the backward.
     """
+    return _most(profile, plan, workload, lambda size: size)
+
+
+def pinned_activations(profile: ModelProfile, plan: Plan, workload: Workload) -> float:
+    """Return the host memory that is pinned for `offloaded_activations`: what each operation saves is one tensor."""
+    return _most(profile, plan, workload, pinned_bytes)
+
+
+def _most(profile: ModelProfile, plan: Plan, workload: Workload, held: Callable[[float], float]) -> float:
     if not plan.offload_activations:
         return 0.0
     layout, compiled = with_routing(layout_of(plan, workload.program), workload), workload.compiles(plan)
@@ -21,6 +32,6 @@ def offloaded_activations(profile: ModelProfile, plan: Plan, workload: Workload)
     for stage in heavy_stages(profile, layout):
         pieces = stage_pieces(profile, layout, stage, plan.recompute, plan.recompute_layers)
         blocks = [piece for piece in pieces if piece.is_block]
-        saved = sum(unit_bytes(p.unit, layout, p.recompute, compiled).kept * p.count for p in blocks)
-        most = max(most, saved * plan.sequences)
+        saved = [(unit_bytes(p.unit, layout, p.recompute, compiled).pieces, p.count) for p in blocks]
+        most = max(most, sum(held(size * plan.sequences) * count for sizes, count in saved for size in sizes))
     return most
