@@ -182,7 +182,9 @@ class TestCosts:
         saved = offloaded_activations(LLAMA, plans[1], WORK)
         assert here.offloaded_activations == 0 and there.offloaded_activations == int(saved) * plans[0].dims.pp
         held = there.host_bytes - here.host_bytes
-        assert there.offloaded_activations * 8 <= held < 2 * 8 * there.offloaded_activations, "in powers of two of bytes"
+        assert there.offloaded_activations * 8 <= held < 2 * 8 * there.offloaded_activations, (
+            "in powers of two of bytes"
+        )
         left = here.activations - there.activations
         assert 0.85 * there.offloaded_activations < left <= there.offloaded_activations
         assert there.device < here.device
