@@ -21,7 +21,7 @@ Calibration = Annotated[
 Against = Annotated[
     str | None,
     typer.Option(
-        help="Compare ddp, zero1 and fsdp with these: hand, accelerate, fabric, deepspeed; comma-separated.",
+        help="Compare ddp, zero1 and fsdp with these: hand, accelerate, fabric, lightning, deepspeed; comma-separated.",
         show_default=False,
     ),
 ]
