@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.cost.flops import mfu, palm_flops
+from shardwise.cost.memory.local_shapes import with_stages
 from shardwise.cost.time.estimate_time import Rates, step_time
 from shardwise.cost.time.layer_time import WorkSplit, unit_time
 from shardwise.cost.time.machine import machine_of
@@ -153,6 +154,35 @@ def test_a_pipeline_has_its_bubble() -> None:
     assert shares[2] < 7 / 71 + 0.02  # the head unbalances the stages, which shrinks the others' share
     interleaved = predict("ddp+pp8", grad_accum=8, virtual_stages=4)
     assert interleaved.pipeline_s < found[1].pipeline_s
+
+
+def test_the_blocks_of_each_stage_are_those_that_run():
+    plan = Plan(strategy="ddp+pp4", dims=dims_for(parse_strategy("ddp+pp4"), 8), micro_batch=1, grad_accum=16)
+    own = with_stages(SMALL, plan).stage_blocks
+    assert own is not None and own != (8, 8, 8, 8), "the head counts, so its stage has fewer blocks"
+    free, same, even, odd = (
+        predict("ddp+pp4", grad_accum=16, stage_blocks=blocks).step_s
+        for blocks in (None, own, (8, 8, 8, 8), (2, 2, 2, 26))
+    )
+    assert free == same < even and odd > 2 * even
+    round_robin = predict("ddp+pp2", grad_accum=16, virtual_stages=2, stage_blocks=(8, 7, 9, 8)).compute_s
+    assert round_robin == pytest.approx(predict("ddp+pp2", grad_accum=16, stage_blocks=(17, 15)).compute_s)
+    there_and_back = {"pipeline_schedule": "zbv", "virtual_stages": 2, "stage_blocks": (8, 8, 8, 8)}
+    ends_together, apart = (
+        predict("ddp+pp2", grad_accum=16, **options) for options in (there_and_back, {"stage_blocks": (16, 16)})
+    )
+    assert ends_together.compute_s > apart.compute_s, "the embedding and the head are on one rank"
+
+
+def test_stages_of_as_many_blocks_may_have_others():
+    layers = [replace(unit, count=1) for unit in SMALL.units for _ in range(unit.count)]
+    dear = replace(layers[1], name="dear", ops=layers[1].ops * 3)
+    blocks = tuple(dear if at in (11, 12) else unit for at, unit in enumerate(layers))  # of the sixth stage
+    usual, slow = (
+        predict("ddp+pp16", "2x8xA100-80GB", profile, grad_accum=8, stage_blocks=(2,) * 16).compute_s
+        for profile in (SMALL, replace(SMALL, units=blocks))
+    )
+    assert slow > 1.2 * usual, "which is of the stage with the head"
 
 
 def test_tensor_parallel_divides_work_and_pays_for_it() -> None:

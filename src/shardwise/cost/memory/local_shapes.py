@@ -366,6 +366,14 @@ def rank_of(layout: ShardLayout, stage: int) -> int:
     return stage % layout.pp
 
 
+def rank_blocks(profile: ModelProfile, layout: ShardLayout) -> tuple[tuple[int, ...], int]:
+    """Return the blocks of each pipeline rank, over all of its stages, and the rank of the last stage."""
+    found, counts = [0] * layout.pp, stage_counts(profile, layout)
+    for stage, count in enumerate(counts):
+        found[rank_of(layout, stage)] += count
+    return tuple(found), rank_of(layout, len(counts) - 1)
+
+
 def _tied_copies(profile: ModelProfile) -> list[Unit]:
     """Units with the second copy of each weight that the first and the last stage share."""
     kept = {name.rpartition(".")[2] for name, _ in profile.tied} | {name for name, _ in profile.tied}

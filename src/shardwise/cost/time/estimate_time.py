@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Literal
 
 from shardwise.cost.flops import mfu
-from shardwise.cost.memory.local_shapes import framework_of
+from shardwise.cost.memory.local_shapes import framework_of, layout_of, rank_blocks
 from shardwise.cost.same import Same
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
 from shardwise.cost.time.layer_time import (
@@ -35,7 +35,7 @@ from shardwise.cost.time.layer_time import (
 )
 from shardwise.cost.time.machine import FP8_SHARD_CAST_BYTES, Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, activations_s, update_s
-from shardwise.cost.time.pipeline_time import blocks_per_stage, pipeline_s
+from shardwise.cost.time.pipeline_time import pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
@@ -120,7 +120,9 @@ def step_time(
     key, where = Same(profile), Same(cluster)
     wires = _wires(plan, strategy, program, megatron=split.hides_reduction)
     layers = None if plan.recompute_layers is None else plan.recompute_layers * plan.virtual_stages
-    facts = (where, rates, calibration, split, plan.strategy, plan.dims, _waits(plan), wires, plan.async_tp, layers)
+    placed = rank_blocks(profile, layout_of(plan, program)) if plan.dims.pp > 1 else ((profile.num_blocks,), 0)
+    options = (_waits(plan), wires, plan.async_tp, layers, *placed)
+    facts = (where, rates, calibration, split, plan.strategy, plan.dims, *options)
     stages = _stages(key, *facts)
     if plan.reference != "none":
         stages = tuple(map(StageTime.with_reference, stages, _stages(_reference(key, plan.reference), *facts)))
@@ -292,11 +294,13 @@ def _stages(
     wires: Wires,
     async_tp: bool,
     layers: int | None,
+    counts: tuple[int, ...],
+    ends: int,
 ) -> tuple[StageTime, ...]:
     """Build the pipeline's stages, one without a pipeline.
 
-    Blocks are distributed over the stages; what precedes them belongs to the first. Of each rank's blocks ``layers``
-    are recomputed (all for ``None``).
+    ``counts`` are the blocks of each; what precedes them belongs to the first, what follows to ``ends``. Of each rank's
+    blocks ``layers`` are recomputed (all for ``None``).
     """
     model, parsed = profile.value, parse_strategy(strategy)
     times = _unit_times(profile, cluster, rates, calibration, split)
@@ -325,13 +329,12 @@ def _stages(
     after = [(model.units[i].count, i) for i in range(last + 1, number)]
     if dims.pp == 1:
         return (stage_time(pieces, [*before, *_recomputed(blocks, layers, number), *after]),)
-    counts = blocks_per_stage(model.num_blocks, dims.pp)
-    made: dict[tuple[int, bool, bool], StageTime] = {}
+    made: dict[tuple[tuple[tuple[int, int], ...], bool, bool], StageTime] = {}
     out = []
     for stage, count in enumerate(counts):
-        key = (count, stage == 0, stage == dims.pp - 1)
+        share = tuple(_recomputed(take(blocks, sum(counts[:stage]), count), layers, number))
+        key = (share, stage == 0, stage == ends)
         if key not in made:
-            share = _recomputed(take(blocks, sum(counts[:stage]), count), layers, number)
             made[key] = stage_time(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
         out.append(made[key])
     return tuple(out)
