@@ -169,6 +169,10 @@ def test_all_wrong_sizes_at_once():
 def test_a_model_of_several_modes_gives_its_text_part():
     found = ours({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 3}})
     assert (found.layers, found.family, found.source) == (3, "gemma3_text", "text part only")
+    assert not found.notes
+    for family in ("gemma3", "llama4"):
+        found = ours({"model_type": family, "text_config": {"num_hidden_layers": 3}, "vision_config": {}})
+        assert "language model alone is counted" in found.notes[-1] and "vision_config" in found.notes[-1]
 
 
 def test_more_layers_add_the_same_each():

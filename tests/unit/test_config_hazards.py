@@ -214,6 +214,11 @@ def test_configurations_that_cannot_be(configuration: Callable[..., Path], chang
         causal_configuration(path)
 
 
+def test_sizes_of_a_layers_tensors_are_not_counts_of_layers(configuration: Callable[..., Path]) -> None:
+    path = configuration(vocab_size_per_layer_input=262_144, num_experts=16_384)  # Gemma 4's, Doge's
+    assert load_profile(str(path), seq_len=8).num_parameters
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -347,6 +347,15 @@ _TRAITS: dict[str, Callable[[Get], dict[str, object]]] = {
 }
 
 
+def _left_out(config: Mapping[str, object]) -> Iterator[str]:
+    parts = [key for key in ("vision_config", "audio_config") if config.get(key) is not None]
+    if parts:
+        yield (
+            f"the language model alone is counted, and the parameters, memory and time of {' and '.join(parts)} are not; "
+            "where they are kept or trained, add them, or plan a package.module:factory"
+        )
+
+
 def architecture_from_config(config: Mapping[str, object], name: str = "", source: str = "") -> Architecture | None:
     """Read a Hugging Face ``config.json``; ``None`` for unknown families and variants.
 
@@ -363,7 +372,8 @@ def architecture_from_config(config: Mapping[str, object], name: str = "", sourc
     if family in ("gemma3", "llama4") and isinstance(text, Mapping):
         note = f"{source}; text part only" if source else "text part only"
         tied: dict[str, object] = {"tie_word_embeddings": True} if family == "gemma3" else {}
-        return architecture_from_config(tied | dict(text) | {"model_type": f"{family}_text"}, name, note)
+        found = architecture_from_config(tied | dict(text) | {"model_type": f"{family}_text"}, name, note)
+        return found and found.model_copy(update={"notes": (*found.notes, *_left_out(config))})
     if family in _TRAITS and not _variant(family, config):
         defaults, traits = _DEFAULTS[family], _TRAITS[family]
     else:

@@ -10,7 +10,7 @@ from shardwise.document import read_json
 from shardwise.errors import ModelError
 
 MOST_LAYERS = 4096
-MOST_EXPERTS = 4096
+MOST_EXPERTS = 2**15
 MOST_HEADS = 2**16
 MOST_POSITIONS = 2**27
 MOST_LABELS = 2**20  # transformers creates a name for each
@@ -56,11 +56,13 @@ def _counts(keys: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int, in
 def _most(key: str) -> int:
     if key == "num_labels":
         return MOST_LABELS
+    if "size" in key or "dim" in key:  # of a tensor, also where it is a layer's
+        return MOST_WIDE
     if "layer" in key or key in ("depth", "num_blocks", "n_blocks"):
         return MOST_LAYERS
-    if "expert" in key and "size" not in key and "dim" not in key:
+    if "expert" in key:
         return MOST_EXPERTS
-    if "head" in key and "size" not in key and "dim" not in key:
+    if "head" in key:
         return MOST_HEADS
     if "position" in key or key in ("max_seq_len", "n_ctx", "seq_length"):
         return MOST_POSITIONS
