@@ -24,6 +24,17 @@ UNKNOWN = {
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64, "rotary_dim": 4},
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 100},
     "t5": {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 100},
+    "m2m_100": {
+        "d_model": 32,
+        "vocab_size": 100,
+        "encoder_layerdrop": 0.1,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+    },
     "convnext": {"hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2], "image_size": 64},
 }
 SOURCE = """
@@ -81,11 +92,12 @@ def test_a_family_that_only_transformers_knows_is_traced(kind, tmp_path):
 
     file = config(tmp_path, model_type=kind, **UNKNOWN[kind])
     profile = load_profile(str(file), seq_len=16)
-    autos = {"t5": AutoModelForSeq2SeqLM, "convnext": AutoModelForImageClassification}
+    autos = {"t5": AutoModelForSeq2SeqLM, "m2m_100": AutoModelForSeq2SeqLM, "convnext": AutoModelForImageClassification}
     module = autos.get(kind, AutoModelForCausalLM).from_config(AutoConfig.from_pretrained(file))
     assert profile.num_parameters == sum(p.numel() for p in module.parameters())
     assert (profile.origin, profile.seq_len) == ("config", None if kind == "convnext" else 16)
     assert profile.num_blocks >= 2
+    assert any("all layers are counted" in note for note in profile.unknown) == (kind == "m2m_100")
 
 
 def test_a_function_of_a_file_and_of_a_module(tmp_path, monkeypatch):

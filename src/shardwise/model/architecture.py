@@ -351,7 +351,7 @@ def _left_out(config: Mapping[str, object]) -> Iterator[str]:
     parts = [key for key in ("vision_config", "audio_config") if config.get(key) is not None]
     if parts:
         yield (
-            f"the language model alone is counted, and the parameters, memory and time of {' and '.join(parts)} are not; "
+            f"the language model alone is counted, and parameters, memory and time of {' and '.join(parts)} are not; "
             "where they are kept or trained, add them, or plan a package.module:factory"
         )
 

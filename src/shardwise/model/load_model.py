@@ -24,6 +24,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.model.transformer import IMAGE_FAMILIES, PATCH, profile_of
 
 MOST_PIXELS = 2**16  # of a side
+LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def load_profile(
@@ -136,6 +137,9 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     from shardwise.model.trace import trace_module
 
     facts.use_cache = False
+    dropped = [key for key in LAYER_DROP if getattr(facts, key, 0.0)]
+    for key in dropped:  # each forward would draw which layers it leaves out
+        setattr(facts, key, 0.0)
     ids = torch.zeros(1, seq_len, dtype=torch.int64) if seq_len is not None else None
     side, colours = image or getattr(facts, "image_size", None) or 224, getattr(facts, "num_channels", 3)
     sized = all(isinstance(number, int) and 1 <= number <= MOST_PIXELS for number in (side, colours))
@@ -172,6 +176,8 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     except Exception as error:
         raise ModelError(f"model '{name}': transformers cannot build it: {error}; repair the configuration") from error
     notes = _position_notes(module, facts, name, None if images else seq_len)
+    if dropped:
+        notes += (f"all layers are counted; training leaves some out of a step by chance ({', '.join(dropped)})",)
     profile = trace_module(module, inputs=inputs, vocab_size=getattr(facts, "vocab_size", None), name=name)
     return replace(profile, seq_len=None if images else seq_len, unknown=profile.unknown + notes)
 
