@@ -70,10 +70,7 @@ def run_train(
         return
     if config_file is None:
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
-    if not dry_run:
-        fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.plan.strategy import complete_strategy
-    from shardwise.run.checks import check_output
     from shardwise.train.config import read_config
 
     strategy, taken = complete_strategy(strategy) if strategy is not None else (None, "")
@@ -84,6 +81,8 @@ def run_train(
         from shardwise.cli.plan_question import check_planned_optimizer
 
         check_planned_optimizer(plan_file, config.optimizer.name)
+    if not dry_run:
+        fork_server.start()  # it imports torch for the ranks, while this process plans
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     if taken:
@@ -98,6 +97,8 @@ def run_train(
         export = partial(_export, config, console, as_json=as_json)
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration, after=export)
         return
+    from shardwise.run.checks import check_output
+
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)):
         with interrupted_before_start():

@@ -53,13 +53,14 @@ def run_verify(
     """
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
+    from shardwise.train.config import read_config
+
+    config = read_config(config_file, overrides or ())
     fork_server.start()  # it imports torch for the ranks of each world, while this process inspects the model
     from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
     from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
-    from shardwise.train.config import read_config
 
     asked = asked_for(strategies or ())
-    config = read_config(config_file, overrides or ())
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)
