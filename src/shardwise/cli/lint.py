@@ -66,6 +66,8 @@ def run_lint(
     if as_json:
         print(json.dumps(to_json(result)))
     elif as_sarif:
+        from importlib.metadata import version
+
         print(json.dumps(to_sarif(result, version("shardwise")), indent=2))
     elif not diff:
         print("\n".join(text_lines(result)))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from platform import python_version
 from typing import Annotated, Any
 
 import typer
@@ -112,6 +110,8 @@ app = _group(
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from platform import python_version
+
         installed = {name: _installed(name) for name in ("shardwise", "torch")}
         print(", ".join(f"{name} {number}" for name, number in installed.items()) + f", Python {python_version()}")
         raise typer.Exit
@@ -119,6 +119,8 @@ def _print_version(asked: bool) -> None:
 
 def _installed(name: str) -> str:
     """Return a package's version without importing it."""
+    from importlib.metadata import PackageNotFoundError, version  # both with the package email: a third of --help
+
     try:
         return version(name)
     except PackageNotFoundError:
