@@ -6,13 +6,16 @@ import atexit
 import os
 import sys
 
+from shardwise.collector import no_collector
+
 _INTERRUPTED = 130
 
 
 def main() -> None:
     """Import and run the command line; Ctrl-C ends it, and the import, with a sentence and one exit status."""
     try:
-        from shardwise.cli.main import main as run
+        with no_collector():
+            from shardwise.cli.main import main as run
 
         run()
     except KeyboardInterrupt:

@@ -25,6 +25,7 @@ LAYERS = (
     "environment",
     "document",
     "import_object",
+    "collector",
     "hardware",
     "model",
     "plan",

@@ -6,7 +6,6 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 

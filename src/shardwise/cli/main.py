@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from shardwise.collector import no_collector
 from shardwise.errors import Interrupted, ShardwiseError, UserError
 
 _VERBS: dict[str, tuple[str, str, str]] = {}
@@ -78,6 +79,7 @@ def _number_problem(error: Exception) -> str:
     return f"{param.opts[0]} '{first['input']!s:.20}' must be a number{span}"
 
 
+@no_collector()
 def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]
     alone = _group(None)
