@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
+from shardwise.collector import no_collector
 from shardwise.environment import rendezvous
 from shardwise.errors import (
     ConfigError,
@@ -182,7 +183,8 @@ def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> 
 
 def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
     """Return whether this run has done all its steps, and print it, except under a launcher."""
-    from shardwise.run.run_summary import finished, loss_text
+    with no_collector():  # looking for garbage takes a fifth of the import of torch
+        from shardwise.run.run_summary import finished, loss_text
 
     done = finished(config)
     if done is None or rendezvous() is not None:
