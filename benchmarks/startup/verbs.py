@@ -4,7 +4,7 @@
 
 Each sample is a new process, whose bytecode was written by a run before. ``cpu_s`` is its user and system time, from
 the start of the interpreter to its end; ``import_cpu_s`` is the part within imports, and ``modules`` their number at
-the end, both from processes of their own. Writes ``verbs_cpu_DATE.json`` here with every raw sample.
+the end, both from one process of its own. Writes ``verbs_cpu_DATE.json`` here with every raw sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ VERBS = {
     "lint of a script": "lint examples/plain_loop.py",
     "train, unknown key": "train examples/stdlib.toml parallel.no_such_key=2",
     "bench step, unknown key": "bench step examples/stdlib.toml parallel.no_such_key=2",
-    "bench scaling, unknown key": "bench scaling examples/stdlib.toml parallel.no_such_key=2",
     "verify, unknown key": "verify examples/stdlib.toml parallel.no_such_key=2",
     "launch, unknown key": "launch examples/stdlib.toml --nodes 2 --nproc 4 --via slurm parallel.no_such_key=2",
 }
@@ -96,12 +95,12 @@ def measure(sources: dict[str, Path], rounds: int) -> dict[str, Any]:
         for turn in range(rounds):
             for tree in list(sources)[:: 1 if turn % 2 else -1]:
                 samples[tree].append(run(sources[tree], words, RUN))
-        looks = {tree: [inside(source, words) for _ in range(3)] for tree, source in sources.items()}
+        looks = {tree: inside(source, words) for tree, source in sources.items()}
         found[name] = {
             tree: {
                 "cpu_s": round(statistics.median(samples[tree]), 3),
-                "import_cpu_s": round(statistics.median(look["import_cpu_s"] for look in looks[tree]), 3),
-                "modules": looks[tree][0]["modules"],
+                "import_cpu_s": round(looks[tree]["import_cpu_s"], 3),
+                "modules": looks[tree]["modules"],
                 "samples_s": [round(sample, 4) for sample in samples[tree]],
             }
             for tree in sources
@@ -109,10 +108,8 @@ def measure(sources: dict[str, Path], rounds: int) -> dict[str, Any]:
         pairs = zip(*(samples[tree] for tree in sources), strict=True)
         if len(sources) == 2:
             found[name]["median_ratio"] = round(statistics.median(after / before for before, after in pairs), 3)
-        shown = {
-            tree: {key: found[name][tree][key] for key in ("cpu_s", "import_cpu_s", "modules")} for tree in sources
-        }
-        print(name, shown, found[name].get("median_ratio", ""), flush=True)
+        shown = [found[name][tree][key] for tree in sources for key in ("cpu_s", "import_cpu_s", "modules")]
+        print(name, *shown, found[name].get("median_ratio", ""), flush=True)
     return found
 
 
