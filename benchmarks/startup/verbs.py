@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 VERBS = {
     "interpreter alone": "",
-    "--help": "--help",
+    "help": "--help",
     "plan, 8B": "plan llama-3.1-8b --cluster 8xH100",
     "plan, 70B": "plan llama-3.1-70b --cluster 8xA100-80GB --seq-len 4096 --global-batch 64",
     "lint of a script": "lint examples/plain_loop.py",
@@ -85,10 +85,11 @@ def inside(source: Path, words: str) -> dict[str, Any]:
         return {"import_cpu_s": float(spent), "modules": int(modules)}
 
 
-def measure(sources: dict[str, Path], rounds: int) -> dict[str, Any]:
+def measure(sources: dict[str, Path], rounds: int, only: list[str]) -> dict[str, Any]:
     """All verbs of all trees, in turn."""
     found: dict[str, Any] = {}
-    for name, words in VERBS.items():
+    for name in only:
+        words = VERBS[name]
         for source in sources.values():
             run(source, words, RUN)  # writes the bytecode
         samples: dict[str, list[float]] = {tree: [] for tree in sources}
@@ -118,18 +119,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before", type=Path, help="folder src of another tree")
+    parser.add_argument("--only", nargs="+", choices=VERBS, help="measure these; the others of the file stay")
     given = parser.parse_args()
     sources = ({"before": given.before.resolve()} if given.before else {}) | {"after": ROOT / "src"}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    file = Path(__file__).with_name(f"verbs_cpu_{date}.json")
+    kept = json.loads(file.read_text())["found"] if given.only and file.exists() else {}
     document = {
         "schema": 1,
         "date": date,
         "machine": f"{os.cpu_count()} × {platform.machine()}",
         "python": platform.python_version(),
         "commands": VERBS,
-        "found": measure(sources, given.rounds),
+        "found": kept | measure(sources, given.rounds, given.only or list(VERBS)),
     }
-    file = Path(__file__).with_name(f"verbs_cpu_{date}.json")
     file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     print(file)
 

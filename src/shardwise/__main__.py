@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 
@@ -25,6 +26,9 @@ def main() -> None:
             raise
     else:
         return
+    finally:
+        if "torch" not in sys.modules:  # the interpreter's end would look for garbage: a sixth of `--help` and `plan`
+            gc.freeze()
     # Not the interpreter's own end: where Ctrl-C came within an exec of source (a dataclass is made so), Python kills
     # itself with SIGINT at its end, whatever the exit status is.
     atexit._run_exitfuncs()
