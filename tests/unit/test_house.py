@@ -25,6 +25,7 @@ LAYERS = (
     "environment",
     "document",
     "import_object",
+    "collector",
     "hardware",
     "model",
     "plan",
@@ -516,3 +517,4 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(arguments, code, says):
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "shardwise" in loaded
     assert not loaded & {"torch", "transformers", "datasets", "numpy", "tokenizers", "safetensors"}
+    assert arguments != ["--help"] or not loaded & {"pydantic", "email", "rich"}

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
 
@@ -20,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from shardwise.checkpoint.boxes import coverage_fault
 from shardwise.checkpoint.storage.local_storage import Folder, read_small
+from shardwise.collector import no_collector
 from shardwise.errors import CheckpointError
 
 SCHEMA = 2
@@ -193,21 +191,6 @@ def _own_hash(data: bytes) -> str:
     made = hasher()
     made.update(_OWN_HASH.sub(_NO_HASH.encode(), data, count=1))
     return hash_text(made)
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Disable garbage collection.
-
-    Millions of live objects are created, and the collector would scan them repeatedly.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @no_collector()

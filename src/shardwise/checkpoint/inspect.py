@@ -20,7 +20,6 @@ from shardwise.checkpoint.format import (
     Manifest,
     Shard,
     checkpoint_in,
-    no_collector,
     read_manifest,
     saved_steps,
 )
@@ -31,6 +30,7 @@ from shardwise.checkpoint.storage.local_storage import (
     folder_of,
     is_local,
 )
+from shardwise.collector import no_collector
 from shardwise.errors import CheckpointError
 
 THREADS = 16  # concurrent requests to a server

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, no_collector, read_manifest
+from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, read_manifest
 from shardwise.checkpoint.inspect import (
     OTHER,
     Damage,
@@ -31,6 +31,7 @@ from shardwise.checkpoint.readers.detect import open_source
 from shardwise.checkpoint.readers.reader import Source, TensorInfo
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import MIB, Folder, file_sizes, folder_of, is_local
+from shardwise.collector import no_collector
 from shardwise.errors import CheckpointError
 
 LOCAL_THREADS, REMOTE_THREADS = 4, 8

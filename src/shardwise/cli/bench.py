@@ -51,42 +51,50 @@ def run_bench_step(
     Raises:
         UserError: the config or a strategy is not one that has a hand-written loop, or a peer is unknown.
     """
-    words = chosen(overrides, nproc=nproc)
-    if fp8:
-        from shardwise.cli.bench_fp8 import bench_fp8
+    if fp8 and (against is not None or bubble or strategies):
+        raise UserError("--fp8 compares the config's own plan with bf16; leave --against, --bubble, --strategy out")
+    if against is not None and bubble:
+        raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
+    from shardwise.train.config import read_config
+    from shardwise.train.config_tasks import refuse_other_tasks
 
-        alone = against is None and not bubble and not strategies
-        return bench_fp8(config_file, words, steps, output, alone=alone, as_json=as_json)
-    if against is not None:
-        from shardwise.cli.bench_against import bench_against
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*chosen(overrides, nproc=nproc), f"train.output={folder}", f"train.steps={steps}"]
+        config = read_config(config_file, words)
+        refuse_other_tasks(config, "bench step")
+        if fp8:
+            from shardwise.cli.bench_fp8 import bench_fp8
 
-        if bubble:
-            raise UserError("--bubble: peers of --against run no pipelines; leave one of both out")
-        return bench_against(config_file, words, against, strategies, steps, output, as_json=as_json)
+            return bench_fp8(config, steps, output, as_json=as_json)
+        if against is not None:
+            from shardwise.cli.bench_against import bench_against
+
+            return bench_against(config, against, strategies, steps, output, as_json=as_json)
+        return _bench_by_hand(config, strategies, steps, output, bubble=bubble is not False, as_json=as_json)
+
+
+def _bench_by_hand(
+    config: Config, strategies: list[str] | None, steps: int, output: Path, *, bubble: bool, as_json: bool
+) -> None:
+    """Measure beside hand-written loops, where they are here."""
     from shardwise.bench.step.bubble import BubbleSamples
     from shardwise.bench.step.step_bench import PEER_LOOP, StepSamples, check_comparable
     from shardwise.bench.step.step_ranks import StepBenchTask, plans_of
     from shardwise.run.job import prepare_job
-    from shardwise.train.config import read_config
-    from shardwise.train.config_tasks import refuse_other_tasks
 
     console = Console(stderr=as_json, highlight=False)
-    with tempfile.TemporaryDirectory() as folder:
-        config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
-        refuse_other_tasks(config, "bench step")
-        if optional_object(PEER_LOOP) is None:
-            console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
-        else:
-            check_comparable(config)
-            fp32 = config.parallel.model_copy(update={"precision": "fp32"})
-            config = config.model_copy(update={"parallel": fp32})
-        prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
-        plans = plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
-        console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
-        job = prepared.job
-        task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble is not False)
-        work = "shardwise.bench.step.step_ranks:time_steps"
-        raw = on_ranks(work, task, job.plan.dims.world_size, device=job.plan.device, threads=threads(job))[0]
+    if optional_object(PEER_LOOP) is None:
+        console.print("no hand-written loops here (they are in benchmarks/ of the repository): Shardwise alone")
+    else:
+        check_comparable(config)
+        fp32 = config.parallel.model_copy(update={"precision": "fp32"})
+        config = config.model_copy(update={"parallel": fp32})
+    prepared = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json)
+    job, plans = prepared.job, plans_of(prepared.job, strategies, prepared.corpus.vocab_size)
+    console.print(f"timing {steps} steps of each loop under {', '.join(p.strategy for p in plans)}, turn by turn")
+    task = StepBenchTask(job=job, plans=tuple(plans), bubble=bubble)
+    work = "shardwise.bench.step.step_ranks:time_steps"
+    raw = on_ranks(work, task, job.plan.dims.world_size, device=job.plan.device, threads=threads(job))[0]
     samples = [StepSamples(**item) for item in raw["samples"]]
     bubbles = [BubbleSamples(**item) for item in raw["bubble"]]
     console.print(ratio_table(samples))
@@ -198,15 +206,20 @@ def run_bench_scaling(
     Raises:
         UserError: the config or an option is invalid.
     """
-    from shardwise.bench.scaling.scaling_sizes import ScalingRequest, measure_here, measure_under_launcher
-    from shardwise.cost.link_calibration import read_calibration
     from shardwise.measure.scaling_facts import MODES
-    from shardwise.run.checks import check_output
 
     launched = rendezvous() is not None
     problems = _problems(mode, MODES, sizes or (), price, launched=launched)
     if problems:
         raise UserError(*problems)
+    if calibration is not None:
+        from shardwise.cost.link_calibration import read_calibration
+
+        read_calibration(calibration)  # errors are raised before the measurement
+    config = _measurable(config_file, [*(overrides or ()), "train.epochs=none", "train.steps=1"])
+    from shardwise.bench.scaling.scaling_sizes import ScalingRequest, measure_here, measure_under_launcher
+    from shardwise.run.checks import check_output
+
     modes = MODES if mode == "both" else tuple(one for one in MODES if one == mode)
     request = ScalingRequest(
         modes=modes,
@@ -217,16 +230,12 @@ def run_bench_scaling(
         price=price,
         output=output,
     )
-    if calibration is not None:
-        read_calibration(calibration)  # errors are raised before the measurement
     console = Console(stderr=as_json, highlight=False, soft_wrap=True, markup=False)
     check_output(output)
     if launched:
-        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={output / 'work'}"]
-        measure_under_launcher(_measurable(config_file, words), request, console, as_json=as_json)
+        measure_under_launcher(_written_to(output / "work", config), request, console, as_json=as_json)
     with tempfile.TemporaryDirectory() as folder:
-        words = [*(overrides or ()), "train.epochs=none", "train.steps=1", f"train.output={folder}"]
-        document = measure_here(_measurable(config_file, words), request, console)
+        document = measure_here(_written_to(Path(folder), config), request, console)
     if as_json:
         print(json.dumps(document))
 
@@ -252,3 +261,7 @@ def _measurable(config_file: Path, words: Sequence[str]) -> Config:
     config = read_config(config_file, words)
     refuse_other_tasks(config, "bench scaling")
     return config
+
+
+def _written_to(folder: Path, config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"output": str(folder)})})

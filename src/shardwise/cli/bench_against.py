@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,16 +20,16 @@ from shardwise.bench.step.step_bench import check_comparable
 from shardwise.cli.train import threads
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import read_config
-from shardwise.train.config_tasks import refuse_other_tasks
 from shardwise.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.train.config import Config
 
 WORK = "shardwise.bench.step.against:time_against"
 
 
 def bench_against(
-    config_file: Path,
-    words: list[str],
+    config: Config,
     against: str,
     strategies: list[str] | None,
     steps: int,
@@ -44,20 +43,17 @@ def bench_against(
         UserError: a peer is unknown or missing, or the config is not one that all of them can run.
     """
     peers, console = read_peers(against), Console(stderr=as_json, highlight=False)
-    with tempfile.TemporaryDirectory() as folder:
-        config = read_config(config_file, [*words, f"train.output={folder}", f"train.steps={steps}"])
-        refuse_other_tasks(config, "bench step")
-        check_comparable(config)
-        fp32 = config.parallel.model_copy(update={"precision": "fp32"})
-        config = config.model_copy(update={"parallel": fp32})
-        job = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json).job
-        task = AgainstTask(job=job, plans=plans_against(job, strategies), peers=peers)
-        names = ", ".join(plan.strategy for plan in task.plans)
-        console.print(f"timing {steps} steps of shardwise, {', '.join(peers)} under {names}, turn by turn")
-        raw = _on_ranks(task, job)
-        rows = [StepContender(**row) for row in raw["rows"]]
-        console.print("measuring memory and traffic, each in processes of its own")
-        rows = [row.model_copy(update=found) for row, found in zip(rows, _alone(task, job, rows), strict=True)]
+    check_comparable(config)
+    fp32 = config.parallel.model_copy(update={"precision": "fp32"})
+    config = config.model_copy(update={"parallel": fp32})
+    job = prepare_job(config, lambda text: console.print(f"data: {text}"), as_json=as_json).job
+    task = AgainstTask(job=job, plans=plans_against(job, strategies), peers=peers)
+    names = ", ".join(plan.strategy for plan in task.plans)
+    console.print(f"timing {steps} steps of shardwise, {', '.join(peers)} under {names}, turn by turn")
+    raw = _on_ranks(task, job)
+    rows = [StepContender(**row) for row in raw["rows"]]
+    console.print("measuring memory and traffic, each in processes of its own")
+    rows = [row.model_copy(update=found) for row, found in zip(rows, _alone(task, job, rows), strict=True)]
     raw = {**raw, "rows": [row.model_dump() for row in rows], "median_ratio": medians(rows)}
     for table in tables_of(rows):
         console.print(table)

@@ -61,8 +61,6 @@ def run_bench_checkpoint(
     Raises:
         UserError: an argument is invalid; raised before the measurement.
     """
-    from shardwise.bench.checkpoint.checkpoint_ranks import CheckpointBenchRequest
-
     if config_file is not None and size_gib is not None:
         raise UserError("--size is for a model that is made up, and a config has its own; leave one of them out")
     if size_gib is not None and size_gib <= 0:
@@ -81,6 +79,8 @@ def run_bench_checkpoint(
             words = chosen([*(overrides or ()), f"train.output={work}"], nproc=nproc)
             job = _job_of(config_file, words, console)
             world = job.plan.dims.world_size
+        from shardwise.bench.checkpoint.checkpoint_ranks import CheckpointBenchRequest
+
         request = CheckpointBenchRequest(
             state_bytes=state_bytes, job=job, rounds=rounds, step_s=step_s, seed=0, folder=work, as_json=as_json
         )
@@ -96,13 +96,14 @@ def run_bench_checkpoint(
 
 
 def _job_of(config_file: Path, words: list[str], console: Console) -> Job:
-    from shardwise.run.checks import adapter_of
-    from shardwise.run.job import prepare_job
     from shardwise.train.config import read_config
     from shardwise.train.config_tasks import refuse_other_tasks
 
     config = read_config(config_file, words)
     refuse_other_tasks(config, "bench checkpoint")
+    from shardwise.run.checks import adapter_of
+    from shardwise.run.job import prepare_job
+
     if adapter_of(config) != "none":
         raise UserError(
             f"bench checkpoint times checkpoints of whole models; set parallel.strategy to one without +lora "

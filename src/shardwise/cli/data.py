@@ -12,12 +12,8 @@ from rich.console import Console
 
 from shardwise.cli.arguments import ConfigPath, Json, Overrides
 from shardwise.errors import DataError, UserError
-from shardwise.report.sample_preview import html_page, parts_of, terminal_text
 from shardwise.train.config import read_config
 from shardwise.train.config_tasks import refuse_other_tasks
-from shardwise.train.data.corpus import prepare_corpus
-from shardwise.train.data.data_receipt import data_receipt
-from shardwise.train.data.tokenizer import load_tokenizer
 
 
 def run_data_preview(
@@ -35,6 +31,11 @@ def run_data_preview(
     """
     read = read_config(config, overrides or [])
     refuse_other_tasks(read, "data preview")
+    from shardwise.report.sample_preview import html_page, parts_of, terminal_text
+    from shardwise.train.data.corpus import prepare_corpus
+    from shardwise.train.data.data_receipt import data_receipt
+    from shardwise.train.data.tokenizer import load_tokenizer
+
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     corpus = prepare_corpus(
         read.data, Path(read.train.output) / "data", lambda text: console.print(f"data: {text}", markup=False)

@@ -27,7 +27,6 @@ from shardwise.launch.engines.skypilot import config_folder
 from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from shardwise.run.job import draft_plan
 from shardwise.search.plan_request import tried
 from shardwise.train.config import Config, read_config
 
@@ -159,6 +158,8 @@ def checked(words: LaunchWords, of_engines: Mapping[str, Any]) -> Launch:
     if cluster is not None:
         problems += (wrong := _world_problems(words, config, plan, cluster))
         if plan is None and not wrong:
+            from shardwise.run.job import draft_plan  # it imports torch
+
             tried(problems, partial(draft_plan, config, cluster))  # the split of the batch
     problems += _node_problems(words, config)
     problems += [] if engine.shares_files else _storage_problems(words, config, options)

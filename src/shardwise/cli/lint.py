@@ -6,7 +6,6 @@ import difflib
 import json
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -66,6 +65,8 @@ def run_lint(
     if as_json:
         print(json.dumps(to_json(result)))
     elif as_sarif:
+        from importlib.metadata import version
+
         print(json.dumps(to_sarif(result, version("shardwise")), indent=2))
     elif not diff:
         print("\n".join(text_lines(result)))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from platform import python_version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from shardwise.collector import no_collector
 from shardwise.errors import Interrupted, ShardwiseError, UserError
 
 _VERBS: dict[str, tuple[str, str, str]] = {}
@@ -80,6 +79,7 @@ def _number_problem(error: Exception) -> str:
     return f"{param.opts[0]} '{first['input']!s:.20}' must be a number{span}"
 
 
+@no_collector()
 def _imported(words: str) -> TyperCommand:
     module, function, text = _VERBS[words]
     alone = _group(None)
@@ -112,6 +112,8 @@ app = _group(
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from platform import python_version
+
         installed = {name: _installed(name) for name in ("shardwise", "torch")}
         print(", ".join(f"{name} {number}" for name, number in installed.items()) + f", Python {python_version()}")
         raise typer.Exit
@@ -119,6 +121,8 @@ def _print_version(asked: bool) -> None:
 
 def _installed(name: str) -> str:
     """Return a package's version without importing it."""
+    from importlib.metadata import PackageNotFoundError, version  # both with the package email: a third of --help
+
     try:
         return version(name)
     except PackageNotFoundError:

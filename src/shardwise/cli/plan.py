@@ -21,7 +21,6 @@ from shardwise.cli.plan_other import answer_other, is_other, with_other_options
 from shardwise.cli.plan_question import write_plan_file
 from shardwise.errors import DoesNotFit, UserError
 from shardwise.report.candidates import print_candidates, print_recommendation
-from shardwise.report.plan_json import document, json_schema
 from shardwise.run.calibration import corrected_costs
 from shardwise.search.plan_request import PlanRequest, search_request
 from shardwise.search.problem import ask
@@ -52,6 +51,8 @@ def run_plan(
         DoesNotFit: nothing fits, or the pinned plan does not.
     """
     if schema:
+        from shardwise.report.plan_json import json_schema
+
         print(json_schema())
         return
     if listed is not None:
@@ -90,6 +91,8 @@ def run_plan(
 
         proof = prove_candidate(request.model, request, best, console)
     if as_json:
+        from shardwise.report.plan_json import document
+
         answer = document(profile, request.cluster, request.workload, result, proof, notes=notes, prices=prices)
         print(answer.model_dump_json(by_alias=True))
     if output is not None:

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json, Nproc, Overrides
+from shardwise.collector import no_collector
 from shardwise.environment import rendezvous
 from shardwise.errors import (
     ConfigError,
@@ -70,10 +71,7 @@ def run_train(
         return
     if config_file is None:
         raise UserError("shardwise train needs a config file, such as: shardwise train examples/stdlib.toml")
-    if not dry_run:
-        fork_server.start()  # it imports torch for the ranks, while this process plans
     from shardwise.plan.strategy import complete_strategy
-    from shardwise.run.checks import check_output
     from shardwise.train.config import read_config
 
     strategy, taken = complete_strategy(strategy) if strategy is not None else (None, "")
@@ -84,6 +82,8 @@ def run_train(
         from shardwise.cli.plan_question import check_planned_optimizer
 
         check_planned_optimizer(plan_file, config.optimizer.name)
+    if not dry_run:
+        fork_server.start()  # it imports torch for the ranks, while this process plans
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     if taken:
@@ -98,6 +98,8 @@ def run_train(
         export = partial(_export, config, console, as_json=as_json)
         run_under_launcher(config, plan, as_json=as_json, calibration=calibration, after=export)
         return
+    from shardwise.run.checks import check_output
+
     check_output(Path(config.train.output))
     with only_run_in(Path(config.train.output)):
         with interrupted_before_start():
@@ -181,7 +183,8 @@ def print_dry_run(prepared: PreparedJob, console: Console, *, as_json: bool) -> 
 
 def _is_finished(config: Config, console: Console, *, as_json: bool) -> bool:
     """Return whether this run has done all its steps, and print it, except under a launcher."""
-    from shardwise.run.run_summary import finished, loss_text
+    with no_collector():  # looking for garbage takes a fifth of the import of torch
+        from shardwise.run.run_summary import finished, loss_text
 
     done = finished(config)
     if done is None or rendezvous() is not None:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import ConfigPath, Json, Overrides
+from shardwise.collector import no_collector
 from shardwise.environment import rendezvous
 from shardwise.errors import AnswerIsNo, Interrupted, MachineError, ModelError, RankError, ShardwiseError, UserError
 from shardwise.launch import fork_server
@@ -53,13 +54,15 @@ def run_verify(
     """
     if rendezvous() is not None:
         raise UserError("shardwise verify starts ranks of its own, on CPU; run it as it is, without torchrun or srun")
-    fork_server.start()  # it imports torch for the ranks of each world, while this process inspects the model
-    from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
-    from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
     from shardwise.train.config import read_config
 
-    asked = asked_for(strategies or ())
     config = read_config(config_file, overrides or ())
+    fork_server.start()  # it imports torch for the ranks of each world, while this process inspects the model
+    with no_collector():  # looking for garbage takes a fifth of the import of torch
+        from shardwise.report.gradcheck_report import print_heading, print_rows, to_document
+        from shardwise.run.strategy_lineup import MICRO_BATCH, asked_for, prepare_verify
+
+    asked = asked_for(strategies or ())
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() else PIPED
     console = Console(stderr=as_json, highlight=False, soft_wrap=width is not None, width=width)

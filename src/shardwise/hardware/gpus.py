@@ -142,17 +142,20 @@ def _words(text: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Pattern of each model key, the longest first, with optional spaces anywhere."""
-    keys = sorted({key for row in _table() for key in row[0]}, key=len, reverse=True)
-    return tuple((key, re.compile(r"\s*".join(key))) for key in keys)
+def _keys() -> tuple[str, ...]:
+    """All model keys, the longest first."""
+    return tuple(sorted({key for row in _table() for key in row[0]}, key=len, reverse=True))
 
 
 def _split(name: str) -> tuple[str, str, str] | None:
     """Split ``name`` into model key, form and memory in GB, the latter two possibly empty."""
     text = _words(name)
-    for key, pattern in _patterns():
-        if (model := pattern.match(text)) and _REST.fullmatch(rest := text[model.end() :]):
+    letters = text.replace(" ", "")
+    for key in _keys():
+        if not letters.startswith(key):
+            continue
+        model = re.match(r"\s*".join(key), text)  # with optional spaces anywhere
+        if model and _REST.fullmatch(rest := text[model.end() :]):
             words = re.findall(_WORD, rest)
             form = next((found.group() for word in words if (found := _FORM.match(word))), "")
             size = next((word.rstrip("gib") for word in words if re.fullmatch(r"\d+(?:g(?:i?b)?)?", word)), "")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import environment
+from shardwise.collector import no_collector
 from shardwise.errors import Interrupted
 
 MODULES = (
@@ -149,11 +150,10 @@ def _serve(connection: socket.socket) -> None:
             return
         request = json.loads(message)
         if "import" in request:
-            gc.disable()  # imports make no garbage; looking for it took 16 % of torch's and transformers'
-            for name in request["import"]:
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
-            gc.enable()
+            with no_collector():  # looking for garbage took 16 % of torch's and transformers' import
+                for name in request["import"]:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
             gc.collect()
             gc.freeze()  # objects are shared with the ranks until one of them writes to them
             continue

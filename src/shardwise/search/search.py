@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from shardwise.collector import no_collector
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.memory.local_shapes import with_stages
 from shardwise.cost.price import training_cost, training_hours
@@ -89,6 +90,7 @@ class Timed:
         return float("inf") if self.time is None else self.time.step_s
 
 
+@no_collector()
 def search(
     profile: ModelProfile,
     workload: Workload,
