@@ -47,6 +47,32 @@ def test_what_was_meant_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--precision was not given: bf16 (A100-SXM-80GB has it)" in document["notes"]
 
 
+def test_beside_what_fp8_is_only_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3.1-8b", "--cluster", "8xH100-SXM", "--seq-len", "8192", "--global-batch", "16", "--fp8", "rowwise"]
+    for more, beside in (
+        (["--strategy", "fsdp+tp2"], "under fsdp+tp2"),
+        (["--strategy", "fsdp", "--offload-activations"], "with offload_activations"),
+    ):
+        entry = answer(capsys, *words, *more)["candidates"][0]
+        assert entry["why_not_runnable"] == f"fp8 = 'rowwise' {beside}"
+    _, err = command(capsys, "plan", *words[:-1], "foo", exit_code=2)
+    assert "--fp8 'foo' must be one of none, tensorwise, rowwise\n" in err
+    mixture = [
+        "mixtral-8x7b",
+        "--cluster",
+        "2x8xH200",
+        "--seq-len",
+        "4096",
+        "--global-batch",
+        "64",
+        "--strategy",
+        "fsdp",
+    ]
+    notes = answer(capsys, *mixture, "--fp8", "rowwise")["notes"]
+    assert any("mixtral-8x7b has experts" in note and "train does not run fp8 with them" in note for note in notes)
+    assert not any("experts" in note for note in answer(capsys, *words, "--strategy", "fsdp")["notes"])
+
+
 def test_only_what_runs_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpt2", "--cluster", "4xH100-SXM", "--seq-len", "1024", "--global-batch", "16"]
     document = answer(capsys, *words, "--precision", "fp8")

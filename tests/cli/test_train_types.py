@@ -73,9 +73,9 @@ def test_all_that_does_not_go_together_is_told(tmp_path: Path) -> None:
             read_config(file, [*words, "parallel.weights=compute"])
         return "\n".join(raised.value.problems)
 
-    assert "'weights' needs a named strategy: set parallel.strategy to one of ddp, zero1" in told(
-        "parallel.strategy=auto"
-    )
+    both = told("parallel.strategy=auto", "parallel.precision=auto")
+    assert "'weights' needs a named strategy: set parallel.strategy to one of ddp, zero1" in both
+    assert "'weights' needs a named precision: set parallel.precision to bf16" in both
     assert "'weights' needs a named precision: set parallel.precision to bf16" in told("parallel.strategy=fsdp")
     fsdp = ("parallel.strategy=fsdp", "parallel.precision=bf16")
     assert "runs under ddp, zero1, zero2, fsdp, hsdp" in told(

@@ -239,11 +239,18 @@ class TestWords:
         entry = json.loads(command(capsys, *words, "--json")[0])["candidates"][0]
         assert entry["offload_activations"] and entry["memory_bytes"]["offloaded_activations"] > 0
 
+    def test_what_train_refuses_is_not_planned(self, capsys):
+        words = ("--offload-activations", "--recompute", "selective", "--compile", "--strategy", "deepspeed-zero3")
+        _, err = command(capsys, *self.WORDS, *words, exit_code=2)
+        assert err.count("  - --offload-activations ") == 3 and "with recompute = 'selective'" in err
+        _, err = command(capsys, *self.WORDS, "--offload-activations", "--compile", exit_code=2)
+        assert "--offload-activations with compile = true: what compiled blocks save" in err
+
     @pytest.mark.parametrize(
         ("options", "says"),
         [
             ({"recompute": "selective"}, "set recompute to full or none"),
-            ({"compile": True}, "set compile to false"),
+            ({"compile": True}, "leave one out"),
             ({"strategy": "deepspeed-zero3", "device": "cpu"}, "is not for deepspeed-zero3"),
         ],
     )

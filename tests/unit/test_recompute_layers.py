@@ -142,10 +142,14 @@ class TestWords:
         out, _ = command(capsys, *self.WORDS, "--strategy", "fsdp+pp2", "--recompute-layers", "1")
         assert "with recompute of the first 1 block of each stage: asked for" in " ".join(out.split())
 
+    def test_of_all_of_a_stage_is_said(self, capsys):
+        out, _ = command(capsys, *self.WORDS, "--strategy", "fsdp+pp4", "--recompute-layers", "12")
+        assert "full recompute (of 12 blocks of each stage; none has more than 9)" in " ".join(out.split())
+
     @pytest.mark.parametrize(
         ("words", "says"),
         [
-            (("33",), "--recompute-layers 33 is more than the 32 blocks of llama-3.1-8b"),
+            (("33",), "--recompute-layers 33 is more than the 32 blocks of llama-3.1-8b; give at most 32, or"),
             (("3", "--recompute", "none"), "--recompute-layers 3: set recompute to full or selective, or leave it out"),
         ],
     )

@@ -13,6 +13,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,9 +121,32 @@ def convert_unit(unit: nn.Module, plan: Plan) -> None:
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(unit, config=config_of(plan), module_filter_fn=lambda part, _: hasattr(part, _MARK))
+    for layer in float8_layers(unit).values():
+        layer.__class__ = _of_any_rows()
     if plan.device == "cpu" and not plan.parsed.shards_parameters:
         for layer in float8_layers(unit).values():
             layer.register_forward_pre_hook(_as_under_autocast)
+
+
+@cache
+def _of_any_rows() -> Any:
+    """Return torchao's ``Float8Linear`` for any number of rows, such as those of an expert in a list of experts.
+
+    It has no scale for an empty tensor, and ``torch._scaled_mm`` takes a multiple of 16 rows where it sums over them.
+    Rows of zeros are added, and taken off the result: they add nothing to a scale or a gradient.
+    """
+    from torchao.float8.float8_linear import Float8Linear as Torchaos
+
+    class Float8Linear(Torchaos):  # type: ignore[misc]
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            rows = input.numel() // input.shape[-1]
+            missing = MULTIPLE if not rows else 0 if self.config.pad_inner_dim else -rows % MULTIPLE
+            if not missing:
+                return super().forward(input)
+            flat = nn.functional.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, missing))
+            return super().forward(flat)[:rows].reshape(*input.shape[:-1], self.out_features)
+
+    return Float8Linear
 
 
 def config_of(plan: Plan) -> Any:

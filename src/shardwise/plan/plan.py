@@ -33,6 +33,7 @@ from shardwise.plan.tensor_types import (
     GradientType,
     Rounding,
     WeightType,
+    only_beside,
 )
 from shardwise.units import counted
 
@@ -328,7 +329,7 @@ def runnable(plan: Plan) -> Plan:
 def not_runnable(plan: Plan) -> tuple[str, ...]:
     """Return what of ``plan`` this version only plans; empty if it runs."""
     words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
-    words += type_words(plan) if unrun_types(plan) else []
+    words += [word + only_beside(str(plan.parsed), vars(plan)) for word in type_words(plan) if unrun_types(plan)]
     words += [f"objective {plan.objective} ({run_by})"] if (run_by := RUN_BY[plan.objective]) else []
     engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
     return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))
@@ -426,14 +427,16 @@ def engine_problems(plan: Plan) -> list[str]:
 
 def saved_problems(plan: Plan) -> list[str]:
     """Return why what blocks save cannot be kept in host memory, where requested."""
-    requested, wrong = "offload_activations", []
+    requested, wrong = "offload_activations = true", []
     if plan.recompute == "selective":
         wrong.append(
-            f"{requested}: what selective recompute keeps does not pass through autograd's hooks; set recompute to "
-            "full or none"
+            f"{requested} with recompute = 'selective': what that keeps does not pass through autograd's hooks; set "
+            "recompute to full or none"
         )
     if plan.compile:
-        wrong.append(f"{requested}: what compiled blocks save is the compiler's choice; set compile to false")
+        wrong.append(
+            f"{requested} with compile = true: what compiled blocks save is the compiler's choice; leave one out"
+        )
     if plan.parsed.engine != "torch":
         wrong.append(
             f"{requested} is not for {plan.parsed}, whose engine gathers weights inside of blocks, where they look "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardwise.cost.price import dollars_per_million_tokens
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.plan import Plan
@@ -33,6 +35,9 @@ def recompute_text(plan: Plan, blocks: int) -> str:
         return kind
     of = f"{plan.recompute_layers} of {blocks} blocks"
     if plan.dims.pp > 1:
+        longest = max(plan.stage_blocks or (math.ceil(blocks / (plan.dims.pp * plan.virtual_stages)),))
+        if plan.recompute_layers >= longest:
+            return f"{kind} (of {plan.recompute_layers} blocks of each stage; none has more than {longest})"
         of = f"the first {counted(plan.recompute_layers, 'block')} of each stage"
     return f"{'selective ' if plan.recompute == 'selective' else ''}recompute of {of}"
 

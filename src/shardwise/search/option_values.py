@@ -10,11 +10,11 @@ from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.fp8_recipes import RECIPES
+from shardwise.plan.fp8_recipes import RECIPES, UNPLANNED
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
-from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, type_problems
-from shardwise.plan.program import ProgramTraits, find_program, program_table
+from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, saved_problems, type_problems
+from shardwise.plan.program import OWN, ProgramTraits, find_program, program_table
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
 from shardwise.search.problem import default_precision, unknown_links
@@ -94,9 +94,24 @@ def bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--loss", words["loss"], LOSSES),
         ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-        *((f"--{name}", words[name], get_args(kind)) for name, kind in TYPES.items()),
+        *((f"--{name}", words[name], _known(name, words[name])) for name in TYPES),
     ]
     return choice_problems(choices)
+
+
+def _known(name: str, value: str | None) -> tuple[str, ...]:
+    """Return the values of a type; recipes of fp8 that `type_problems` refuses with a reason are not offered."""
+    return tuple(one for one in get_args(TYPES[name]) if one == value or one not in UNPLANNED)
+
+
+def offload_problems(words: Mapping[str, Any], strategy: str | None) -> list[str]:
+    """List why activations cannot be kept in host memory beside the other options."""
+    if not words.get("offload_activations") or words["program"] != OWN:
+        return []
+    facts = {"strategy": strategy or "fsdp", "compile": words["compiled"], "offload_activations": True}
+    recompute = words["recompute"] if words["recompute"] in get_args(Recompute) else None
+    plan = Plan.model_validate(facts | {"recompute": recompute or "none"})
+    return [f"--{line.replace('offload_activations = true', 'offload-activations')}" for line in saved_problems(plan)]
 
 
 def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> list[str]:
@@ -108,7 +123,11 @@ def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> li
         return [f"--recompute-layers {asked}: {LAYERS_IDLE.partition('; ')[2]}"]
     if profile is None or asked <= profile.num_blocks:
         return []
-    return [f"--recompute-layers {asked} is more than the {counted(profile.num_blocks, 'block')} of {profile.name}"]
+    most = counted(profile.num_blocks, "block")
+    return [
+        f"--recompute-layers {asked} is more than the {most} of {profile.name}; give at most {profile.num_blocks}, or "
+        "leave it out for all"
+    ]
 
 
 def adapter_problems(profile: ModelProfile, strategy: str, targets: tuple[str, ...]) -> list[str]:
@@ -187,6 +206,11 @@ def without_effect_notes(
     has = set() if cluster.gpu is None else set(cluster.gpu.peak_flops)
     if words["fp8"] in RECIPES and cluster.device == "cpu":
         notes.append(f"--fp8 {words['fp8']}: PyTorch has no fp8 products on a CPU; fp8_emulate = true tests them there")
+    elif words["fp8"] in RECIPES and profile.experts:
+        notes.append(
+            f"--fp8 {words['fp8']}: {profile.name} has experts, whose grouped products stay in bf16; train "
+            "does not run fp8 with them"
+        )
     elif words["fp8"] in RECIPES and not words["compiled"]:
         notes.append(f"--fp8 {words['fp8']} without --compile: each cast to fp8 is ten kernels; add --compile")
     if words["precision"] == "fp8" and cluster.device == "cpu":

@@ -32,6 +32,7 @@ from shardwise.search.option_values import (
     adapter_problems,
     bad_choices,
     layer_problems,
+    offload_problems,
     program_of,
     read_count,
     without_effect_notes,
@@ -325,6 +326,7 @@ def build_request(
     if profile is not None and strategy is not None:
         problems += adapter_problems(profile, strategy, targets)
     problems += layer_problems(words, profile)
+    problems += offload_problems(words, strategy)
     if profile is not None and words["objective"] != "lm" and profile.seq_len is None:
         asked_for = f"--objective {words['objective']}"
         problems.append(f"{asked_for} compares sequences, and '{profile.name}' has none; leave it out")

@@ -39,10 +39,13 @@ class StoredTypes(BaseModel):
         if all(value == StoredTypes.model_fields[name].default for name, value in self.types.items()):
             return []
         given = " and ".join(f"'{name}'" for name in self.types if name in self.model_fields_set)
+        able, unnamed = ", ".join(BARE_STRATEGIES), []
         if strategy == "auto":
-            return [f"{given} needs a named strategy: set parallel.strategy to one of {', '.join(BARE_STRATEGIES)}"]
+            unnamed.append(f"{given} needs a named strategy: set parallel.strategy to one of {able}")
         if precision == "auto":
-            return [f"{given} needs a named precision: set parallel.precision to bf16"]
+            unnamed.append(f"{given} needs a named precision: set parallel.precision to bf16")
+        if unnamed:
+            return unnamed
         facts = {"strategy": strategy, "precision": precision, "optimizer_in_backward": in_backward}
         plan = Plan.model_validate(facts | self.types)
         return type_problems(plan) or unrun_types(plan)

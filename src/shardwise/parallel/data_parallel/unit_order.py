@@ -440,7 +440,7 @@ class UnitOrder:
                 if full.grad is None:
                     if not full.requires_grad or not p.sharded_param.requires_grad:
                         continue
-                    full.grad = torch.zeros_like(full)
+                    full.grad = torch.zeros(full.shape, dtype=full.dtype, device=full.device)  # fp8 has no zeros_like
                     self._filled[p] += 1
                 if kept:  # from earlier micro batches: in the reduction dtype, and a collective takes one
                     p.to_accumulated_grad_if_needed()
