@@ -29,6 +29,7 @@ from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.save_plan import Average, LocalState, SavePlan, deal, holdings_of
 from shardwise.checkpoint.save_report import ManifestHead, failure_of, fault_of, merged, write_share
+from shardwise.checkpoint.spread_report import is_spread, spread_report
 from shardwise.checkpoint.staging import Copy, Stage
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
@@ -300,7 +301,11 @@ class Saver:
 
         Collective over ``group``.
         """
-        reports = exchange.gather_json(write_share(working, share, self._rank, wrong), group)
+        spread = is_spread(self._world)
+        report = write_share(working, share, self._rank, wrong, spread=spread)
+        if spread:
+            report = spread_report(report, self._world, group)
+        reports = exchange.gather_json(report, group)
         failure: exchange.Failure | None = None
         if self._rank == 0:
             failure = self._finish(working, target, reports, head)

@@ -32,6 +32,7 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel.ownership import StageOwnership
 
 SPLIT = 1 << 22  # a replicated tensor of at least this many bytes is split, one part per replica
+TINY = 1 << 12  # bytes of a replicated tensor that lies beside others of its kind in a checkpoint of many ranks
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,12 @@ class LocalState:
     """Tensors that a rank could write: unique to it, or replicated (with groups of replicas).
 
     ``ranks`` have the same part of the model as this one. ``buffers`` are plain buffers, which other stages may have
-    too.
+    too. ``spread``: so many ranks save that a reader would open hundreds of files for tensors of a few bytes each.
     """
 
     ranks: tuple[int, ...] = ()
     buffers: list[str] = field(default_factory=list)
+    spread: bool = False
     mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
     share: SavePlan = field(default_factory=SavePlan)
@@ -99,7 +101,7 @@ class LocalState:
 
     def everywhere(self, copies: list[list[int]]) -> bool:
         """Return whether every rank with this part of the model has some of these replicas."""
-        return sum(map(len, copies)) == len(self.ranks)
+        return copies[0] is self.ranks or sum(map(len, copies)) == len(self.ranks)
 
     def leave(self, owners: Mapping[str, int]) -> None:
         """Drop the buffers that another part of the model, on the ``owners``' ranks, writes."""

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.distributed.comm_timer import COMM_TIMER
-from shardwise.distributed.process_group import gather_ints
+from shardwise.distributed.process_group import gather_ints, gather_table
 from shardwise.measure.step_time.clock import COUNTED, EARLY, StepInterval, clock_for
 from shardwise.measure.step_time.comm_hooks import CommHooks
 from shardwise.measure.step_time.timing import BETWEEN, PHASES, WAIT_PHASES, PhaseStats, Timing
@@ -42,6 +42,7 @@ _NS = 1e-9
 _EXTRA = 5  # whether there is a lap, labels, early reductions, nanoseconds without a core, and by a stopwatch
 
 Table = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Attribution:
@@ -61,7 +62,9 @@ class Attribution:
         self._own: deque[tuple[int, int, int, int]] = deque()  # of laps that the clock may not have read yet
         self._intervals = self._tokens = 0
         self._border = time.perf_counter_ns()
-        self._arrived: list[deque[list[int]]] = [deque() for _ in range(session.ranks.world_size)]
+        self._arrived: deque[Table] = deque()  # laps that not all ranks have sent
+        self._laps = np.zeros(session.ranks.world_size, dtype=np.int64)  # that each rank has sent
+        self._complete = 0  # laps that all ranks have sent
         self._full, self._fresh = PhaseTotals(), PhaseTotals()
         self._seen = 0
         self._problem = self._engine = ""
@@ -129,15 +132,22 @@ class Attribution:
             return [0] * self.size
         return [1, *self._own.popleft(), *interval]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Ints) -> None:
         """Receive one lap of each rank, or none; a step is complete when all have sent theirs."""
         if not self._session.ranks.is_main:
             return
-        for queue, row in zip(self._arrived, rows, strict=True):
-            if row[0]:
-                queue.append(row[1:])
-        while all(self._arrived):
-            table = np.array([queue.popleft() for queue in self._arrived], dtype=np.float64)
+        came = rows[:, 0] != 0
+        if came.any():  # the n-th lap of a rank belongs to the n-th of all others
+            at = self._laps - self._complete
+            if int(at[came].max()) == len(self._arrived):
+                self._arrived.append(np.zeros((len(rows), self.size - 1)))
+            for place in np.unique(at[came]):
+                here = came & (at == place)
+                self._arrived[place][here] = rows[here, 1:]
+            self._laps += came
+        while self._laps.min() > self._complete:
+            table = self._arrived.popleft()
+            self._complete += 1
             if table[0, 0] > 0:  # a lap with a full step in it
                 self._add(table)
 
@@ -149,7 +159,7 @@ class Attribution:
         self._end_interval()
         self._wait_for_device()  # the last lap's end event must have passed, too
         for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
-            self.deliver(gather_ints(self.post(), self._session.ranks))
+            self.deliver(gather_table(self.post(), self._session.ranks))
         self.detach()
 
     def _wait_for_device(self) -> None:
