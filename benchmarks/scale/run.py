@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,10 +260,10 @@ class StepStarts:
 
 
 def checkpoint(world: int, clock: Clock) -> None:
-    """Plan a save of the 70B model under fsdp, merge the reports of all ranks, and plan a resume; no weights."""
+    """Plan a save of the 70B model under fsdp, merge what all ranks report, and plan a resume; no weights."""
     import torch
 
-    from shardwise.checkpoint import load, messages, save_report
+    from shardwise.checkpoint import load, messages, save_report, spread_report
     from shardwise.checkpoint.format import MANIFEST, read_manifest
     from shardwise.checkpoint.layout import slots_of
     from shardwise.checkpoint.save_plan import deal, holdings_of
@@ -270,22 +271,29 @@ def checkpoint(world: int, clock: Clock) -> None:
     from shardwise.plan.plan import Plan
     from shardwise.plan.strategy import parse_strategy
 
-    blocks = 80 if world <= 1024 else 4
-    model, optimizer = large_model(world, blocks)
+    model, optimizer = large_model(world)
+    spread = spread_report.is_spread(world)
     with clock.of("save: plan"):
         local = holdings_of(model, optimizer, {"cpu": torch.zeros(5056, dtype=torch.uint8)})
         loads = messages.gather_counts(local.own_bytes)
         marks = messages.gather_counts(local.mark)
-        share = deal(local, loads, marks)
+        share = deal(local, loads, marks, spread=spread)
     plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), world), device="cpu", micro_batch=2)
     head = save_report.ManifestHead.of(100, plan, {}, optimizer, None)
+    save_report.write_file = lambda path, tensors: (path.touch(), dict.fromkeys(tensors, HASH))[1]
     with tempfile.TemporaryDirectory() as folder:
         working = Path(folder)
-        save_report.write_file = lambda path, tensors: (path.touch(), dict.fromkeys(tensors, HASH))[1]
-        report = save_report.write_share(working, share, 0)
-        texts = [json.dumps(report_of(rank, world, report)) for rank in range(world)]
-        for rank in range(world):
+        with clock.of("save: a rank's report"):
+            report = save_report.write_share(working, share, 0, spread=spread)
+        for rank in range(1, world):
             (working / f"rank-{rank:05d}.safetensors").touch()
+        if spread:
+            clock.sizes["save: table of hashes of a rank"] = (working / "rank-00000.hashes.json").stat().st_size
+            with clock.of("save: a rank deals its report to all"):
+                spread_report.spread_report(report, world, None)
+            texts = merged_by_owners(world, report, clock)
+        else:
+            texts = [json.dumps(report_of(rank, world, report)) for rank in range(world)]
         clock.sizes["save: what rank 0 gathers"] = sum(map(len, texts))
         with clock.of("save: rank 0 reads reports"):
             reports = [json.loads(text) for text in texts]
@@ -307,24 +315,65 @@ def checkpoint(world: int, clock: Clock) -> None:
 
 
 def report_of(rank: int, world: int, first: dict[str, Any]) -> dict[str, Any]:
-    """What another rank reports: the same names, its own rows, and its turn of what all have."""
+    """What another rank reports: the same names and its own rows."""
     entries: dict[str, Any] = {}
-    for number, (name, (dtype, shape, box, made)) in enumerate(first["entries"].items()):
+    for number, (name, entry) in enumerate(first["entries"].items()):
         if name.startswith("rng/"):
-            entries[f"rng/{rank}/cpu"] = [dtype, shape, box, made]
-        elif not shape:
-            if number % world == rank:
-                entries[name] = [dtype, shape, [[], []], HASH]
+            entries[f"rng/{rank}/cpu"] = entry
         else:
-            each = -(-shape[0] // world)
-            begin, end = min(shape[0], each * rank), min(shape[0], each * (rank + 1))
-            mine = [[begin, *box[0][1:]], [end - begin, *box[1][1:]]] if end > begin else None
-            entries[name] = [dtype, shape, mine, made if mine else None]
+            found = entry_of(rank, world, number, entry)
+            entries |= {name: found} if found else {}
     file, own = f"rank-{rank:05d}.safetensors", {} if rank == 0 else {"groups": None, "aliases": {}}
     return first | {"rank": rank, "file": file, "entries": entries} | own
 
 
-def large_model(world: int, blocks: int) -> tuple[Any, Any]:
+def entry_of(rank: int, world: int, number: int, entry: list[Any]) -> list[Any] | None:
+    """What another rank writes of a tensor: rows as `torch.chunk` cuts them; scalars by turns, or all on rank 0."""
+    dtype, shape, box, made = entry
+    if not shape:
+        return [dtype, shape, [[], []], HASH] if rank == (0 if world >= 32 else number % world) else None
+    each = -(-shape[0] // world)
+    begin, end = min(shape[0], each * rank), min(shape[0], each * (rank + 1))
+    mine = [[begin, *box[0][1:]], [end - begin, *box[1][1:]]] if end > begin else None
+    return [dtype, shape, mine, made if mine else None]
+
+
+def merged_by_owners(world: int, report: dict[str, Any], clock: Clock) -> list[str]:
+    """Merge the rows of all ranks where they belong, and return what each rank then sends to rank 0.
+
+    Ranks are simulated one after the other. Tensors of one shape are merged alike, so each shape is merged once.
+    """
+    from shardwise.checkpoint.spread_report import merge_rows
+
+    owned: list[dict[str, Any]] = [{} for _ in range(world)]
+    alike: dict[str, Any] = {}
+    for number, (name, entry) in enumerate(report["entries"].items()):
+        if name.startswith("rng/"):
+            for rank in range(world):
+                key, shard = f"rng/{rank}/cpu", [rank, *entry[2], HASH]
+                row = {"dtype": entry[0], "shape": entry[1], "shards": [shard]}
+                owned[zlib.crc32(key.encode()) % world][key] = row
+            continue
+        kind = str(entry[1])
+        if kind not in alike:
+            rows = [{name: found} if (found := entry_of(rank, world, number, entry)) else {} for rank in range(world)]
+            texts = [json.dumps({"entries": row}) for row in rows]
+            clock.sizes.setdefault("save: rows of a tensor, at its owner", sum(map(len, texts)))
+            with clock.of("save: its owner merges a tensor"):
+                merged = merge_rows([json.loads(text)["entries"] for text in texts])
+            alike[kind] = merged["merged"][name]
+        owned[zlib.crc32(name.encode()) % world][name] = alike[kind]
+    base = report | {"entries": {}, "scalars": {}, "odd": "", "table": HASH}
+    own = {"groups": None, "aliases": {}}
+    return [
+        json.dumps(
+            base | {"rank": rank, "file": f"rank-{rank:05d}.safetensors", "merged": part} | (own if rank else {})
+        )
+        for rank, part in enumerate(owned)
+    ]
+
+
+def large_model(world: int) -> tuple[Any, Any]:
     """The catalogue's tensors as fsdp lays them out, with AdamW's state: shapes, and a byte of memory."""
     import torch
     from torch import nn
@@ -346,7 +395,7 @@ def large_model(world: int, blocks: int) -> tuple[Any, Any]:
     shapes = {
         f"model.layers.{number}.{weight.name}" if unit.kind == "block" else f"{unit.name}.{weight.name}": weight.shape
         for unit in units
-        for number in range(min(unit.count, blocks))
+        for number in range(unit.count)
         for weight in unit.weights
     }
     for name, shape in shapes.items():

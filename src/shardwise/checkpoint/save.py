@@ -276,7 +276,7 @@ class Saver:
         marks = exchange.gather_counts(-1 if wrong else local_state.mark)
         try:
             if wrong is None:
-                made.append((head_of(), deal(local_state, loads, marks)))
+                made.append((head_of(), deal(local_state, loads, marks, spread=is_spread(self._world))))
         except Exception as error:
             wrong = error
         fault = None if wrong is None else {"rank": self._rank, "path": str(working), "fault": fault_of(wrong)}
