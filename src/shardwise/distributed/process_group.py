@@ -265,8 +265,9 @@ def _gathered(values: list[int], ranks: Ranks) -> Table:
 def _all_of(mine: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return the tensor of each rank, [ranks, elements], of equal lengths."""
     rows = mine.new_empty(ranks.world_size * mine.numel())
+    assert ranks.control is not None
     with collective_of(ranks.control):
-        dist.all_gather_into_tensor(rows, mine, group=ranks.control)
+        ranks.control._allgather_base(rows, mine).wait()
     return rows.view(ranks.world_size, -1)
 
 
