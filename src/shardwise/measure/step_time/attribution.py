@@ -16,7 +16,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +49,8 @@ class Attribution:
     """Observer of a session that attributes its time; see `Timing`. One per process at a time.
 
     ``disturbed`` returns for a step's number whether something other than training slowed it: it is excluded.
-    ``on_step_times`` is called on rank 0 for each step with the rank that was late, if any, and each rank's seconds.
+    ``on_step_times`` is called on rank 0 for each step with the rank that was late, if any, and for each of
+    `COUNTED` the seconds of all ranks.
     """
 
     size = _EXTRA + len(COUNTED)
@@ -69,7 +70,7 @@ class Attribution:
         self._seen = 0
         self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
-        self.on_step_times: Callable[[int | None, list[dict[str, float]]], None] | None = None
+        self.on_step_times: Callable[[int | None, Mapping[str, Table]], None] | None = None
 
     @classmethod
     def attach(cls, session: Session) -> Attribution:
@@ -212,7 +213,7 @@ class Attribution:
         late = self._fresh.add(table, plan)
         if self.on_step_times is not None:
             parts = table[:, _EXTRA - 1 :]
-            self.on_step_times(late, [dict(zip(COUNTED, row, strict=True)) for row in parts.tolist()])
+            self.on_step_times(late, dict(zip(COUNTED, parts.T, strict=True)))
 
     def _unmeasured(self) -> dict[str, str]:
         plan = self._session.plan
