@@ -189,14 +189,14 @@ class Attribution:
         """Return the run so far, after the warm-up; ``None`` before the first step, and off rank 0."""
         return self._full.timing(self._session.plan, self._unmeasured()) if self._seen else None
 
-    def window(self) -> Timing | None:
+    def window(self, *, by_rank: bool = True) -> Timing | None:
         """Return the steps since the last call, warm-up included; ``None`` if there are none."""
         fresh, self._fresh = self._fresh, PhaseTotals()
-        return fresh.timing(self._session.plan, self._unmeasured()) if fresh.steps else None
+        return fresh.timing(self._session.plan, self._unmeasured(), by_rank=by_rank) if fresh.steps else None
 
     def log_fields(self) -> dict[str, Any]:
         """Return `window` as values of a metrics line: mean seconds of each part and between steps."""
-        window = self.window()
+        window = self.window(by_rank=False)
         if window is None:
             return {}
         parts = {part: None if one is None else one.mean_s for part, one in window.parts.items()}
@@ -262,8 +262,8 @@ class PhaseTotals:
         self.steps += 1
         return late
 
-    def timing(self, plan: Plan, unmeasured: dict[str, str]) -> Timing:
-        """Return the means over the steps."""
+    def timing(self, plan: Plan, unmeasured: dict[str, str], *, by_rank: bool = True) -> Timing:
+        """Return the means over the steps; ``by_rank``: those of each rank, too."""
         assert self._sums is not None
         means = self._sums[:, _EXTRA - 1 :] / self.steps
         lost = self._sums[:, 2] / self.steps
@@ -286,7 +286,10 @@ class PhaseTotals:
             tokens_per_s=self._tokens / full if full else None,
             parts={part: None if part in none else spread(means[:, _COLUMNS[part]]) for part in PHASES},
             between_s={part: float(means[:, _COLUMNS[part]].mean()) for part in BETWEEN},
-            ranks=tuple({part: float(row[_COLUMNS[part]]) for part in (*PHASES, *BETWEEN)} for row in means),
+            ranks=tuple(
+                {part: float(row[_COLUMNS[part]]) for part in (*PHASES, *BETWEEN)}
+                for row in (means if by_rank else means[:0])
+            ),
             late_rank=late[0][0] if late else None,
             late_share=None if alone else (late[0][1] / self.steps if late else 0.0),
             cpu_wait_s=None if np.isnan(lost).any() else spread(lost),
