@@ -289,6 +289,8 @@ def checkpoint(world: int, clock: Clock) -> None:
             (working / f"rank-{rank:05d}.safetensors").touch()
         if spread:
             clock.sizes["save: table of hashes of a rank"] = (working / "rank-00000.hashes.json").stat().st_size
+            # a fake group does not exchange parts of different lengths: as many bytes come back as were sent
+            messages.deal_json = lambda values, group: [json.loads(json.dumps(value)) for value in values]
             with clock.of("save: a rank deals its report to all"):
                 spread_report.spread_report(report, world, None)
             texts = merged_by_owners(world, report, clock)
@@ -363,14 +365,13 @@ def merged_by_owners(world: int, report: dict[str, Any], clock: Clock) -> list[s
                 merged = merge_rows([json.loads(text)["entries"] for text in texts])
             alike[kind] = merged["merged"][name]
         owned[zlib.crc32(name.encode()) % world][name] = alike[kind]
-    base = report | {"entries": {}, "scalars": {}, "odd": "", "table": HASH}
-    own = {"groups": None, "aliases": {}}
-    return [
-        json.dumps(
-            base | {"rank": rank, "file": f"rank-{rank:05d}.safetensors", "merged": part} | (own if rank else {})
-        )
-        for rank, part in enumerate(owned)
-    ]
+    texts = []
+    for rank, part in enumerate(owned):
+        sent = report | {"entries": {}, "scalars": {}, "odd": "", "merged": part}
+        if rank:
+            sent |= {"rank": rank, "file": f"rank-{rank:05d}.safetensors", "table": HASH, "groups": None, "aliases": {}}
+        texts.append(json.dumps(sent))
+    return texts
 
 
 def large_model(world: int) -> tuple[Any, Any]:

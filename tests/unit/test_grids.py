@@ -117,6 +117,7 @@ def test_a_thousand_ranks_have_a_small_manifest(tmp_path: Path) -> None:
     assert len(document) < 90_000, "of 28,672 shards; most of it are names of files"
     (tmp_path / MANIFEST).write_text(document)
     again = read_manifest(tmp_path)
+    assert again == manifest
     shards = again.tensors["model/blocks.3.w2"].shards
     assert len(shards) == WORLD
     assert (shards[700].file, shards[700].offsets, shards[700].lengths) == (

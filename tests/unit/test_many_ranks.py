@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardwise.distributed import control_message
-from shardwise.distributed.places import first_in_group, places_of
+from shardwise.distributed.places import counted_once, first_in_group, places_of
 from shardwise.distributed.process_group import Ranks, broadcast_text, gather_ints, gather_text
 from shardwise.distributed.same_batches import check_same_batches
 from shardwise.dryrun.record import fake_world
@@ -38,6 +38,9 @@ def test_places_are_those_of_each_rank(dims: ParallelDims) -> None:
     for axes in ((), ("dp",), ("tp", "pp"), ("pp", "dp", "cp")):
         keys = [tuple(getattr(one, axis) for axis in axes) for one in each]
         assert first_in_group(dims, *axes).tolist() == [keys.index(key) for key in keys]
+    parts, samples = counted_once(dims)
+    assert parts.tolist() == [rank for rank, one in enumerate(each) if one.tp == one.pp == 0]
+    assert samples.tolist() == [rank for rank, one in enumerate(each) if one.tp == one.pp == one.cp == 0]
 
 
 def test_other_samples_are_named_with_both_ranks() -> None:

@@ -45,3 +45,11 @@ def places_of(dims: ParallelDims) -> Places:
 def first_in_group(dims: ParallelDims, *axes: str) -> Ints:
     """Return for each rank the first rank with its coordinates on ``axes``."""
     return places_of(dims).first_like(*axes)
+
+
+@lru_cache(maxsize=16)
+def counted_once(dims: ParallelDims) -> tuple[Ints, Ints]:
+    """Return ranks that together have each label once, and each sample: the first ranks of those that share them."""
+    places = places_of(dims)
+    parts = (places.tp == 0) & (places.pp == 0)
+    return parts.nonzero()[0], (parts & (places.cp == 0)).nonzero()[0]

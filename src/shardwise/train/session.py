@@ -24,7 +24,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.distributed import control_message as meeting
 from shardwise.distributed.control_message import Table
-from shardwise.distributed.places import places_of
+from shardwise.distributed.places import counted_once
 from shardwise.distributed.process_group import Ranks, gather_ints, gather_table, leave
 from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
@@ -356,10 +356,9 @@ class Session:
                 self._windows = None
                 return
             if last is None or not rows[:, 3].all():
-                starved = (rows[:, 3] == 0).argmax()
                 raise DataError(
-                    f"rank {starved} got no batch at all while others did: fewer batches than ranks; "
-                    "use a smaller batch size or fewer ranks"
+                    f"rank {(rows[:, 3] == 0).argmax()} got no batch at all while others did: fewer batches than "
+                    "ranks; use a smaller batch size or fewer ranks"
                 )
             micros += [Micro(last.inputs, last.labels, num_tokens=0, padding=True)] * (length - len(micros))
             number = self.steps_done + 1
@@ -394,9 +393,8 @@ class Session:
 
     def _in_all(self, rows: Table) -> tuple[int, int]:
         """Sum labels and micro batches over all ranks; those shared by several ranks count once."""
-        places = places_of(self.plan.dims)
-        once = (places.tp == 0) & (places.pp == 0)
-        return int(rows[once, 0].sum()), int(rows[once & (places.cp == 0), 1].sum())
+        parts, samples = counted_once(self.plan.dims)
+        return int(rows[parts, 0].sum()), int(rows[samples, 1].sum())
 
     def save(
         self,
