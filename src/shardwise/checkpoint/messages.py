@@ -39,9 +39,10 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     if _alone(group):
         return [json.loads(data)]
     sizes = gather_counts(len(data), group)
-    padded = torch.zeros(max([0, *sizes[1:]]), dtype=torch.uint8, device=_wire(group))  # rank 0 keeps its own
-    if rank(group) != 0:
-        padded[: len(data)] = _to_tensor(data, group)
+    if len(sizes) == 1:
+        return [json.loads(data)]
+    width = max(sizes[1:])  # rank 0 keeps its own, which may be far longer
+    padded = _to_tensor(data[:width].ljust(width), group)
     parts = [torch.empty_like(padded) for _ in sizes] if rank(group) == 0 else None
     dist.gather(padded, parts, dst=0, group=group)
     if parts is None:
