@@ -171,7 +171,9 @@ def recorded_document(before: Document) -> Document:
     """Name → date. A file of the slow ones keeps its date as long as its content is the same."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     found: Document = {name: today for name in targets.NEEDED if name not in SLOW}
-    found["planner_speed"] = json.loads((targets.RESULTS / "planner_speed.json").read_text())["recorded"]
+    measured = targets.RESULTS / "planner_speed.json"
+    if measured.exists():  # with no repeats it keeps what it had
+        found["planner_speed"] = json.loads(measured.read_text())["recorded"]
     for name in SLOW:
         path = targets.RESULTS / f"{name}.json"
         if path.exists():

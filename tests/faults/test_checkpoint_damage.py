@@ -216,9 +216,9 @@ def test_a_later_schema_and_a_manifest_that_is_none(folder: Path) -> None:
     path = folder / "step-00000020"
     rewritten(path, step=20)
     load(path)
-    rewritten(path, schema=3, unheard="of")
+    rewritten(path, schema=4, unheard="of")
     text = error_of(path)
-    assert f"checkpoint '{path}' has schema 3, and this version of shardwise reads up to 2; update shardwise" in text
+    assert f"checkpoint '{path}' has schema 4, and this version of shardwise reads up to 3; update shardwise" in text
     assert assert_whole(folder / "step-00000010") == 10
     for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"schema": 2}', b'{"schema": "2"}'):
         (path / "manifest.json").write_bytes(content)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -189,11 +190,11 @@ def test_a_slow_rank_is_named_and_training_goes_on(tmp_path: Path) -> None:
     assert (event["reason"], event["ranks"]) == ("slow rank", [1])
 
 
-def step_times(slow: int | None, wait_s: float = 0.9) -> tuple[int | None, list[dict[str, float]]]:
+def step_times(slow: int | None, wait_s: float = 0.9) -> tuple[int | None, dict[str, np.ndarray]]:
     rows = [dict.fromkeys(PARTS, 0.0) | {"forward": 0.1, "slowest_rank": wait_s * (slow is not None)} for _ in range(3)]
     if slow is not None:
         rows[slow] |= {"forward": 0.1 + wait_s, "slowest_rank": 0.0}
-    return slow, rows
+    return slow, {part: np.array([row[part] for row in rows]) for part in rows[0]}
 
 
 def test_who_is_slow(tmp_path: Path) -> None:

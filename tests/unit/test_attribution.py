@@ -177,7 +177,7 @@ def test_the_last_step_on_a_gpu_is_told_too(monkeypatch: pytest.MonkeyPatch):
     one.on_prepared(session)
     for number in range(1, 9):
         one._on_phase("data")
-        one.deliver([one.post()])
+        one.deliver(np.array([one.post()]))
         one._on_phase("forward")
         work(2.0)
         one.on_step_end(session, SimpleNamespace(number=number, tokens=10, processed=None))  # type: ignore[arg-type]

@@ -76,8 +76,8 @@ def test_a_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has schema 3, and this version of shardwise reads up to 2; update"):
-        read_manifest(write(tmp_path, lambda data: data.update(schema=3, tensors="of another kind")))
+    with pytest.raises(CheckpointError, match=r"has schema 4, and this version of shardwise reads up to 3; update"):
+        read_manifest(write(tmp_path, lambda data: data.update(schema=4, tensors="of another kind")))
 
 
 def _gap(data: dict) -> None:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from shardwise.measure.gpu.nvml import GpuMachine, GpuState, NvmlSource
@@ -107,10 +108,11 @@ def test_a_slow_rank_whose_clock_is_held_down(tmp_path: Path) -> None:
     lines: list[str] = []
     rows = [dict.fromkeys(PHASES, 0.0) | {"forward": 0.1, "slowest_rank": 0.9} for _ in range(3)]
     rows[1] |= {"forward": 1.0, "slowest_rank": 0.0}
+    columns = {part: np.array([row[part] for row in rows]) for part in rows[0]}
     for uuids, source in (((), hot), (("GPU-other", warm), hot), (("GPU-other", cold), cool)):
         one = SlowRank(lines.append, tmp_path / "watch.json", uuids, source)
         for _ in range(6):
-            one.judge(1, rows)
+            one.judge(1, columns)
     assert [said in line for line in lines] == [False, True, False]
     assert '"clock throttled"' in (tmp_path / "watch.json").read_text()
 

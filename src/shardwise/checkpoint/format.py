@@ -9,18 +9,29 @@ import hashlib
 import json
 import math
 import re
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, overload
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
-from shardwise.checkpoint.boxes import coverage_fault
+from shardwise.checkpoint.boxes import Box, coverage_fault
+from shardwise.checkpoint.grid import Grid
 from shardwise.checkpoint.storage.local_storage import Folder, read_small
 from shardwise.collector import no_collector
 from shardwise.errors import CheckpointError
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in a run's folder
@@ -28,6 +39,7 @@ TEMPORARY = ".tmp-"
 AVERAGE = "ema/"  # begins the names of averages of weights
 HASH = "xxh3-128"  # 31 GB/s on one core (BLAKE2b of schema 1: 1.4); it detects damage, not forgery
 LARGEST_MANIFEST = 1 << 29  # bytes; a few million shards
+LARGEST_TABLE = 1 << 28
 LARGEST_LATEST = 1 << 12
 _DEEPEST = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -45,6 +57,15 @@ ITEMSIZES = {  # bytes per element, by safetensors dtype code
 }
 
 
+def _plain_name(name: str) -> str:
+    if not name or name != Path(name).name or name == ".." or not name.isprintable():
+        raise ValueError(f"'{name}' is not a plain file name")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_plain_name)]
+
+
 class Shard(BaseModel):
     """Box of a tensor: ``key`` in ``file`` stores ``offsets[d] .. offsets[d] + lengths[d]``.
 
@@ -54,35 +75,145 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    file: str
+    file: FileName
     key: str
     offsets: tuple[Size, ...]
     lengths: tuple[Size, ...]
     hash: str
 
-    @field_validator("file")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not name or name != Path(name).name or name == ".." or not name.isprintable():
-            raise ValueError(f"'{name}' is not a plain file name")
-        return name
+
+class HashTables:
+    """Hashes of the shards of each file, in a table beside it, which is read when one is asked for.
+
+    ``hashes`` are those of the tables, by the file's name; ``folder`` is the checkpoint's.
+    """
+
+    def __init__(self, hashes: Mapping[str, str]) -> None:
+        self.files = tuple(hashes)
+        self.folder: Folder | None = None
+        self._hashes = hashes
+        self._lock = threading.Lock()
+        self._read: dict[str, dict[str, str]] = {}
+
+    def __eq__(self, other: object) -> bool:  # two manifests are equal wherever they lie
+        return isinstance(other, HashTables) and self._hashes == other._hashes
+
+    def hash_of(self, file: str, key: str) -> str:
+        """Return the hash of a tensor in ``file``.
+
+        Raises:
+            CheckpointError: the table is missing or damaged.
+        """
+        with self._lock:
+            if file not in self._read:
+                self._read[file] = self._table(file)
+            found = self._read[file].get(key)
+        if found is None:
+            raise CheckpointError(f"'{self._path(file)}' is damaged: {key} is not in it; load an earlier checkpoint")
+        return found
+
+    def _path(self, file: str) -> Folder:
+        assert self.folder is not None  # set where a manifest is read
+        return self.folder / table_name(file)
+
+    def _table(self, file: str) -> dict[str, str]:
+        path = self._path(file)
+        try:
+            raw = read_small(path, LARGEST_TABLE)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"'{path}' cannot be read: {why}; load an earlier checkpoint") from None
+        made = hasher()
+        made.update(raw)
+        if hash_text(made) != self._hashes[file]:
+            raise CheckpointError(
+                f"'{path}' is damaged: its bytes are not those that were written; load an earlier checkpoint"
+            )
+        table: dict[str, str] = json.loads(raw)
+        return table
+
+
+def table_name(file: str) -> str:
+    """Return the name of the table with the hashes of ``file``."""
+    return f"{file.removesuffix('.safetensors')}.hashes.json"
+
+
+class GridShards(Sequence[Shard]):
+    """Shards of a tensor that is cut as a grid, made when they are asked for."""
+
+    def __init__(self, grid: Grid, shape: tuple[int, ...], key: str, tables: HashTables) -> None:
+        self.grid, self.made = grid, dict[int, Shard]()
+        self._shape, self._key, self._tables = shape, key, tables
+
+    def __len__(self) -> int:
+        return self.grid.cells
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, at: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not 0 <= at < len(self):
+            raise IndexError(at)
+        if at not in self.made:
+            box, file = self.grid.box(at, self._shape), self._tables.files[self.grid.file(at)]
+            made = self._tables.hash_of(file, self._key)
+            self.made[at] = Shard.model_construct(
+                file=file, key=self._key, offsets=box.offsets, lengths=box.lengths, hash=made
+            )
+        return self.made[at]
+
+    def __eq__(self, other: object) -> bool:
+        own = (self.grid, self._shape, self._key, self._tables)
+        return isinstance(other, GridShards) and own == (other.grid, other._shape, other._key, other._tables)
+
+    def overlapping(self, box: Box) -> list[Shard]:
+        """Return the shards that overlap ``box``."""
+        return [self[at] for at in self.grid.overlapping(box)]
 
 
 class TensorEntry(BaseModel):
-    """Tensor entry: safetensors dtype code, global shape, and shards that cover it exactly once."""
+    """Tensor entry: safetensors dtype code, global shape, and shards that cover it exactly once.
 
-    model_config = ConfigDict(frozen=True)
+    They are ``listed``, or the cells of a ``grid``.
+    """
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     dtype: str
     shape: tuple[Size, ...]
-    shards: tuple[Shard, ...] = ()
+    listed: tuple[Shard, ...] = Field(default=(), alias="shards")
+    grid: Grid | None = None
+    _cells: GridShards | None = PrivateAttr(default=None)
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """Shards, in no particular order."""
+        return self.listed if self._cells is None else self._cells
+
+    def bind(self, name: str, tables: HashTables) -> None:
+        """Connect a grid with the checkpoint's files.
+
+        Raises:
+            ValueError: it is no grid of this tensor.
+        """
+        if self.grid is not None:
+            if fault := self.grid.fault(self.shape, len(tables.files)):
+                raise ValueError(f"{name}: {fault}")
+            self._cells = GridShards(self.grid, self.shape, name, tables)
 
     @model_validator(mode="after")
     def _covered(self) -> Self:
         if self.dtype not in ITEMSIZES:
             raise ValueError(f"dtype '{self.dtype}' is unknown")
+        if self.grid is not None:
+            if self.listed:
+                raise ValueError("shards are listed, and a grid, too")
+            return self
         num_elements = 0
-        for shard in self.shards:
+        for shard in self.listed:
             if not len(shard.offsets) == len(shard.lengths) == len(self.shape):
                 raise ValueError(f"a shard in {shard.file} has another number of dimensions than {self.shape}")
             for start, length, size in zip(shard.offsets, shard.lengths, self.shape, strict=True):
@@ -119,12 +250,13 @@ class Manifest(BaseModel):
     ``state`` is the caller's own JSON. ``aliases`` maps the other names of a tied tensor to the one it is stored
     under. ``model`` describes how to build the model: ``{"kind": "transformers", "config": {...}}`` or ``{"kind":
     "factory", "factory": "package.module:name", "kwargs": {...}}``. ``created`` is UTC, ISO 8601. Unknown fields are
-    ignored, so that one may be added without a new schema.
+    ignored, so that one may be added without a new schema. ``files``, of schema 3, are those that grids count, each
+    with the hash of its table of hashes.
     """
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
-    schema_version: Literal[1, 2] = Field(default=2, alias="schema", serialization_alias="schema")
+    schema_version: Literal[1, 2, 3] = Field(default=2, alias="schema", serialization_alias="schema")
     step: Size
     plan: dict[str, Any]
     plan_fingerprint: str
@@ -136,6 +268,19 @@ class Manifest(BaseModel):
     state: dict[str, Any] = Field(default_factory=dict)
     model: dict[str, Any] | None = None
     created: str | None = None
+    files: dict[FileName, str] = Field(default_factory=dict)
+    _tables: HashTables = PrivateAttr(default_factory=lambda: HashTables({}))
+
+    @model_validator(mode="after")
+    def _bound(self) -> Self:
+        self._tables = HashTables(self.files)
+        for name, entry in self.tensors.items():
+            entry.bind(name, self._tables)
+        return self
+
+    def stored_in(self, folder: Folder) -> None:
+        """Set the folder of the checkpoint, where its tables are."""
+        self._tables.folder = folder
 
     @model_validator(mode="after")
     def _aliases_lead_somewhere(self) -> Self:
@@ -153,7 +298,12 @@ class Manifest(BaseModel):
 
         Floats that are not finite are written as Python's json module does (``Infinity``).
         """
-        text = json.dumps({"hash": _NO_HASH, **self.model_dump(by_alias=True)}, separators=(",", ":"))
+        document = self.model_dump(by_alias=True)
+        for entry in document["tensors"].values():
+            del entry["grid" if entry["grid"] is None else "shards"]
+        if self.schema_version < 3:
+            del document["files"]
+        text = json.dumps({"hash": _NO_HASH, **document}, separators=(",", ":"))
         return text.replace(_NO_HASH, _own_hash(text.encode()), 1)
 
 
@@ -223,8 +373,10 @@ def read_manifest(path: Folder) -> Manifest:
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
         raise CheckpointError(f"'{file}' is damaged: {_problem_text(lines)}; {earlier}") from None
-    entries = found.tensors.items()
-    if lines := [f"{name}: {fault}" for name, e in entries if (fault := coverage_fault(e.shape, e.shards))]:
+    found.stored_in(path)
+    entries = found.tensors.items()  # a grid covers its tensor
+    listed = [(name, e) for name, e in entries if e.grid is None]
+    if lines := [f"{name}: {fault}" for name, e in listed if (fault := coverage_fault(e.shape, e.listed))]:
         raise CheckpointError(f"'{file}' is damaged: {_problem_text(lines)}; {earlier}")
     return found
 

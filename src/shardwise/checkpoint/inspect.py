@@ -22,6 +22,7 @@ from shardwise.checkpoint.format import (
     checkpoint_in,
     read_manifest,
     saved_steps,
+    table_name,
 )
 from shardwise.checkpoint.storage.local_storage import (
     Folder,
@@ -123,6 +124,7 @@ def inspect_checkpoint(place: str | Folder) -> Inspection:
         return Inspection(kind, str(own), sizes=file_sizes(own), others=others, damage=[damage])
     sizes = file_sizes(own)
     lines, rng = _lines(manifest)
+    files, lost = readable_shards(manifest)
     return Inspection(
         kind,
         str(own),
@@ -134,7 +136,7 @@ def inspect_checkpoint(place: str | Folder) -> Inspection:
         rng,
         sizes,
         others,
-        damaged_files(own, shards_by_file(manifest), sizes),
+        [*lost, *damaged_files(own, files, sizes)],
         _left_over(manifest, sizes),
     )
 
@@ -153,6 +155,14 @@ def find_own(path: Folder) -> Folder | None:
         return found
     unfinished = any(_OWN_FILES.fullmatch(item.name) for item in path.iterdir())
     return path if unfinished else None
+
+
+def readable_shards(manifest: Manifest) -> tuple[dict[str, list[tuple[Shard, int]]], list[Damage]]:
+    """Map each file name to its shards as `shards_by_file`; of a damaged table of hashes there are none."""
+    try:
+        return shards_by_file(manifest), []
+    except CheckpointError as error:
+        return {}, [Damage(MANIFEST, f"the hashes of its shards: {error}".removesuffix("; load an earlier checkpoint"))]
 
 
 def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[Shard, int]]]:
@@ -244,7 +254,8 @@ def _lines(manifest: Manifest) -> tuple[list[TensorLine], dict[str, list[str]]]:
 
 def _left_over(manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:
     """Describe files that the manifest does not reference."""
-    known = {shard.file for entry in manifest.tensors.values() for shard in entry.shards} | {MANIFEST}
+    known = {shard.file for entry in manifest.tensors.values() for shard in entry.listed} | {MANIFEST}
+    known |= {name for file in manifest.files for name in (file, table_name(file))}
     extra = sorted(name for name in sizes if name not in known)
     shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
     return [f"not part of the checkpoint: {shown}"] if extra else []

@@ -24,7 +24,7 @@ from shardwise.checkpoint.inspect import (
     damaged_files,
     find_own,
     plain_fault,
-    shards_by_file,
+    readable_shards,
     unreadable,
 )
 from shardwise.checkpoint.readers.detect import open_source
@@ -85,12 +85,13 @@ def verify_checkpoint(place: str | Folder, begin: OnBytes = _nobody, tick: OnByt
         manifest = read_manifest(own)
     except CheckpointError as error:
         return Verification(kind, str(own), True, damage=[Damage(MANIFEST, plain_fault(own / MANIFEST, error))])
-    files, sizes = shards_by_file(manifest), file_sizes(own)
-    damage = [*structure_faults(manifest), *damaged_files(own, files, sizes)]
+    (files, unreadable_tables), sizes = readable_shards(manifest), file_sizes(own)
+    damage = [*unreadable_tables, *structure_faults(manifest), *damaged_files(own, files, sizes)]
     broken = {one.file for one in damage}
     full = {name: shards for name, shards in files.items() if name not in broken}
     begin(sum(num_bytes for shards in full.values() for _, num_bytes in shards))
-    dtypes = {id(shard): DTYPES[entry.dtype] for entry in manifest.tensors.values() for shard in entry.shards}
+    entries = () if unreadable_tables else manifest.tensors.values()
+    dtypes = {id(shard): DTYPES[entry.dtype] for entry in entries for shard in entry.shards}
     damage += _wrong_shards(own, full, dtypes, tick)
     return Verification(
         kind,

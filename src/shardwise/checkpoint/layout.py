@@ -193,15 +193,20 @@ def _strided_box(tensor: DTensor) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
-def copies_of(tensor: torch.Tensor, ranks: Sequence[int]) -> list[list[int]]:
-    """Return groups of ranks, each storing one full copy of ``tensor``.
+def copies_of(tensor: torch.Tensor, ranks: tuple[int, ...]) -> list[list[int]]:
+    """Return groups of ranks, each storing one full copy of ``tensor``; the same list for tensors laid out alike.
 
     The same on all ``ranks``. ``ranks`` are those with the same plain tensors; see `ranks_of`.
     """
     if not isinstance(tensor, DTensor):
-        return [[rank] for rank in ranks]
+        return _each(ranks)
     replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-    return [list(group) for group in _copies(tensor.device_mesh, tuple(replicated))]
+    return _copies(tensor.device_mesh, tuple(replicated))
+
+
+@lru_cache(maxsize=16)
+def _each(ranks: tuple[int, ...]) -> list[list[int]]:
+    return [[rank] for rank in ranks]
 
 
 @lru_cache(maxsize=256)  # torch recomputes the ranks of a mesh each time

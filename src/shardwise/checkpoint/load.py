@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from shardwise.checkpoint.engine_state import shadow_of
 from shardwise.checkpoint.format import (
     AVERAGE,
     MANIFEST,
+    GridShards,
     Manifest,
     Shard,
     TensorEntry,
@@ -240,9 +242,14 @@ def _unseen(work: _Work) -> list[Shard]:
 
     Collective.
     """
-    shards = [shard for entry in work.manifest.tensors.values() for shard in entry.shards]
-    number = {id(shard): index for index, shard in enumerate(shards)}
-    flags = torch.zeros(2, len(shards), dtype=torch.uint8)
+    begins, number, total = list[int](), dict[int, int](), 0
+    tensors = [entry.shards for entry in work.manifest.tensors.values()]
+    for shards in tensors:
+        numbered = shards.made.items() if isinstance(shards, GridShards) else enumerate(shards)  # others: not needed
+        number |= {id(shard): total + at for at, shard in numbered}
+        begins.append(total)
+        total += len(shards)
+    flags = torch.zeros(2, total, dtype=torch.uint8)
     for _, pieces in work.jobs:
         for shard, overlap in pieces:
             flags[0, number[id(shard)]] = 1
@@ -250,7 +257,13 @@ def _unseen(work: _Work) -> list[Shard]:
                 flags[1, number[id(shard)]] = 1
     needed, full = exchange.any_of(flags)
     open_ones = ((needed == 1) & (full == 0)).nonzero().flatten().tolist()
-    return [shards[index] for index in open_ones[exchange.rank() :: exchange.world_size()]]
+    mine = open_ones[exchange.rank() :: exchange.world_size()]
+    places = [(bisect.bisect_right(begins, index) - 1, index) for index in mine]
+
+    def made() -> list[Shard]:
+        return [tensors[at][index - begins[at]] for at, index in places]
+
+    return exchange.together(made) if work.manifest.files else made()  # tables of hashes may be damaged
 
 
 def _fill(path: Folder, optimizer: Optimizer | None, work: _Work, rest: list[Shard], verify: bool) -> None:

@@ -5,8 +5,9 @@ They use the default group or the given one; communication concurrent with train
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,11 +39,34 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     if _alone(group):
         return [json.loads(data)]
     sizes = gather_counts(len(data), group)
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=_wire(group))
-    padded[: len(data)] = _to_tensor(data, group)
+    if len(sizes) == 1:
+        return [json.loads(data)]
+    width = max(sizes[1:])  # rank 0 keeps its own, which may be far longer
+    padded = _to_tensor(data[:width].ljust(width), group)
     parts = [torch.empty_like(padded) for _ in sizes] if rank(group) == 0 else None
     dist.gather(padded, parts, dst=0, group=group)
-    return [_from_tensor(part[:size]) for part, size in zip(parts or [], sizes, strict=False)]
+    if parts is None:
+        return []
+    others = zip(parts[1:], sizes[1:], strict=True)
+    return [json.loads(data), *(_from_tensor(part[:size]) for part, size in others)]
+
+
+def deal_json(values: Sequence[Any], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Send ``values[rank]`` to each rank; return what each rank sent here, in rank order. Collective."""
+    texts = [json.dumps(value).encode() if value else b"" for value in values]
+    if _alone(group):
+        return [json.loads(text) if text else {} for text in texts]
+    sent = [len(text) for text in texts]
+    here = torch.empty(len(sent), dtype=torch.int64, device=_wire(group))
+    dist.all_to_all_single(here, torch.tensor(sent, dtype=torch.int64, device=_wire(group)), group=group)
+    sizes = here.tolist()
+    wire = torch.empty(sum(sizes), dtype=torch.uint8, device=_wire(group))
+    joined = b"".join(texts)
+    data = _to_tensor(joined, group) if joined else wire[:0]
+    dist.all_to_all_single(wire, data, output_split_sizes=sizes, input_split_sizes=sent, group=group)
+    raw = wire.cpu().numpy().tobytes()
+    ends = [*itertools.accumulate(sizes)]
+    return [json.loads(raw[end - size : end]) if size else {} for end, size in zip(ends, sizes, strict=True)]
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -65,7 +89,7 @@ def gather_counts(count: int, group: dist.ProcessGroup | None = None) -> list[in
         return [count]
     parts = [torch.zeros(1, dtype=torch.int64, device=_wire(group)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, torch.tensor([count], dtype=torch.int64, device=_wire(group)), group=group)
-    return [int(part) for part in parts]
+    return torch.cat(parts).tolist()
 
 
 def describe(error: Exception) -> Failure:

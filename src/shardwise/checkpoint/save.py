@@ -29,6 +29,7 @@ from shardwise.checkpoint.layout import part_of
 from shardwise.checkpoint.parts import is_in_parts, owners_of
 from shardwise.checkpoint.save_plan import Average, LocalState, SavePlan, deal, holdings_of
 from shardwise.checkpoint.save_report import ManifestHead, failure_of, fault_of, merged, write_share
+from shardwise.checkpoint.spread_report import is_spread, spread_report
 from shardwise.checkpoint.staging import Copy, Stage
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.errors import UserError
@@ -275,7 +276,7 @@ class Saver:
         marks = exchange.gather_counts(-1 if wrong else local_state.mark)
         try:
             if wrong is None:
-                made.append((head_of(), deal(local_state, loads, marks)))
+                made.append((head_of(), deal(local_state, loads, marks, spread=is_spread(self._world))))
         except Exception as error:
             wrong = error
         fault = None if wrong is None else {"rank": self._rank, "path": str(working), "fault": fault_of(wrong)}
@@ -300,7 +301,11 @@ class Saver:
 
         Collective over ``group``.
         """
-        reports = exchange.gather_json(write_share(working, share, self._rank, wrong), group)
+        spread = is_spread(self._world)
+        report = write_share(working, share, self._rank, wrong, spread=spread)
+        if spread:
+            report = spread_report(report, self._world, group)
+        reports = exchange.gather_json(report, group)
         failure: exchange.Failure | None = None
         if self._rank == 0:
             failure = self._finish(working, target, reports, head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from shardwise.errors import CheckpointError
 from shardwise.parallel.ownership import StageOwnership
 
 SPLIT = 1 << 22  # a replicated tensor of at least this many bytes is split, one part per replica
+TINY = 1 << 12  # bytes up to which replicated tensors of many ranks lie in one file: a reader opens it once
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class LocalState:
 
     ranks: tuple[int, ...] = ()
     buffers: list[str] = field(default_factory=list)
+    _layouts: dict[int, tuple[list[list[int]], bool, bool]] = field(default_factory=dict)
     mine: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     shared: dict[str, tuple[torch.Tensor, bool, list[list[int]]]] = field(default_factory=dict)
     share: SavePlan = field(default_factory=SavePlan)
@@ -99,7 +102,15 @@ class LocalState:
 
     def everywhere(self, copies: list[list[int]]) -> bool:
         """Return whether every rank with this part of the model has some of these replicas."""
-        return sum(map(len, copies)) == len(self.ranks)
+        return self._seen(copies)[2]
+
+    def _seen(self, copies: list[list[int]]) -> tuple[list[list[int]], bool, bool]:
+        """Return the replicas, whether the first is here, and whether all ranks have some; once for each layout."""
+        found = self._layouts.get(id(copies))
+        if found is None:
+            found = copies, exchange.rank() in copies[0], sum(map(len, copies)) == len(self.ranks)
+            self._layouts[id(copies)] = found
+        return found
 
     def leave(self, owners: Mapping[str, int]) -> None:
         """Drop the buffers that another part of the model, on the ``owners``' ranks, writes."""
@@ -113,7 +124,7 @@ class LocalState:
         """
         if len(copies) > 1:
             self.shared[name] = (tensor, steady, copies)
-        elif exchange.rank() in copies[0]:
+        elif self._seen(copies)[1]:
             self.mine[name] = (tensor, steady)
 
 
@@ -157,13 +168,13 @@ def holdings_of(
     return found
 
 
-def deal(local_state: LocalState, own_bytes: list[int], marks: list[int]) -> SavePlan:
+def deal(local_state: LocalState, own_bytes: list[int], marks: list[int], *, spread: bool = False) -> SavePlan:
     """Build this rank's save plan from the bytes that only each rank has.
 
     Deterministic on all ranks. Large replicated tensors are split along their first dimension, one part per replica;
-    small ones go to the replica with the least bytes. Tensors replicated on some ranks only (a tensor-parallel rank's
-    own replicas) are assigned without regard to the rest, which only those ranks know. Ranks of another pipeline stage
-    do not count.
+    small ones go to the replica with the least bytes, but tiny ones, if many ranks save (``spread``), to one of them.
+    Tensors replicated on some ranks only (a tensor-parallel rank's own replicas) are assigned without regard to the
+    rest, which only those ranks know. Ranks of another pipeline stage do not count.
 
     ``marks`` are every rank's `Holdings.mark`, or -1 of a rank whose inspection failed.
 
@@ -179,12 +190,16 @@ def deal(local_state: LocalState, own_bytes: list[int], marks: list[int]) -> Sav
         )
     here = exchange.rank()
     all_loads: dict[str, list[int]] = defaultdict(lambda: list(own_bytes))
+    dealers: dict[int, _Dealer] = {}
     share = local_state.share
     for name, (tensor, steady) in local_state.mine.items():
         share.pieces[name] = _piece(tensor, steady)
     for name in sorted(local_state.shared, key=lambda n: (-_all_bytes(local_state.shared[n][0]), n)):
         tensor, steady, copies = local_state.shared[name]
-        loads = all_loads["" if local_state.everywhere(copies) else str(copies)]
+        if id(copies) not in dealers:
+            loads = all_loads["" if local_state.everywhere(copies) else str(copies)]
+            dealers[id(copies)] = _Dealer(copies, loads)
+        dealer = dealers[id(copies)]
         if here == copies[0][0]:
             share.others[name] = (code_of(tensor), tuple(tensor.shape))
         parts = len(copies)
@@ -195,14 +210,36 @@ def deal(local_state: LocalState, own_bytes: list[int], marks: list[int]) -> Sav
                 share.pieces[name] = _piece(tensor, steady, part=mine, parts=parts)
             for ranks in copies:
                 for rank in ranks:
-                    loads[rank] += _all_bytes(tensor) // (parts * len(ranks))
+                    dealer.loads[rank] += _all_bytes(tensor) // (parts * len(ranks))
             continue
-        chosen = min(copies, key=lambda group: (max(loads[rank] for rank in group), group))
-        for rank in chosen:
-            loads[rank] += -(-_all_bytes(tensor) // len(chosen))
+        chosen = dealer.choose(_all_bytes(tensor), together=spread and _all_bytes(tensor) <= TINY)
         if here in chosen:
             share.pieces[name] = _piece(tensor, steady)
     return share
+
+
+class _Dealer:
+    """Choice among the replicas of tensors that are laid out alike; ``loads`` are the bytes of each rank so far."""
+
+    def __init__(self, copies: list[list[int]], loads: list[int]) -> None:
+        self.loads = loads
+        self._heap = [(max(loads[rank] for rank in group), group) for group in copies]
+        heapq.heapify(self._heap)
+        self._tiny: list[int] | None = None
+
+    def choose(self, num_bytes: int, *, together: bool) -> list[int]:
+        """Return the group of ranks with the least, which gets ``num_bytes``; ``together``: always the same."""
+        if together and self._tiny is not None:
+            return self._tiny
+        heap, loads = self._heap, self.loads
+        while (now := max(loads[rank] for rank in heap[0][1])) != heap[0][0]:  # loads only grow
+            heapq.heapreplace(heap, (now, heap[0][1]))
+        chosen = heap[0][1]
+        for rank in chosen:
+            loads[rank] += -(-num_bytes // len(chosen))
+        if together:
+            self._tiny = chosen
+        return chosen
 
 
 def _piece(tensor: torch.Tensor, steady: bool, part: int = 0, parts: int = 1) -> ShardWrite:

@@ -20,6 +20,7 @@ from shardwise.checkpoint.layout import engine_of, plain
 from shardwise.checkpoint.parts import merged_groups
 from shardwise.checkpoint.save_plan import SavePlan
 from shardwise.checkpoint.shard_files import write_file
+from shardwise.checkpoint.spread_report import spread_tensors, write_table
 from shardwise.checkpoint.storage.local_storage import Folder, free_bytes
 from shardwise.errors import CheckpointError, UserError
 from shardwise.plan.plan import Plan
@@ -61,10 +62,13 @@ class ManifestHead:
         return cls(step, plan, plain(state, "state"), kind, plain(model, "model"), names)
 
 
-def write_share(working: Folder, share: SavePlan, rank: int, wrong: Exception | None = None) -> dict[str, Any]:
+def write_share(
+    working: Folder, share: SavePlan, rank: int, wrong: Exception | None = None, *, spread: bool = False
+) -> dict[str, Any]:
     """Write this rank's file into ``working`` and return its report as JSON; never raises.
 
     A rank without tensors writes no file. ``wrong`` is an earlier error; then nothing is written.
+    ``spread``: the hashes go to a table beside the file.
     """
     path = working / f"rank-{rank:05d}.safetensors"
     report: dict[str, Any] = {"rank": rank, "path": str(path), "file": None, "needed": share.num_bytes}
@@ -85,6 +89,8 @@ def write_share(working: Folder, share: SavePlan, rank: int, wrong: Exception | 
             report["aliases"] = share.aliases
         if filled:
             report |= {"file": path.name, "size": path.stat().st_size}
+            if spread:
+                report["table"] = write_table(working, path.name, hashes)
     except Exception as error:
         report["fault"] = fault_of(error)
     return report
@@ -96,25 +102,18 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
     Raises:
         CheckpointError: rank 0 does not see files of other ranks, or the shares do not cover the full state.
     """
-    tensors: dict[str, dict[str, Any]] = {}
-    seen: set[tuple[str, str]] = set()
     scalars: dict[str, dict[str, Any]] = {}
     for report in reports:
         file = report["file"]
-        if file and not ((working / file).is_file() and (working / file).stat().st_size == report["size"]):
+        if file and not _is_there(working / file, report["size"]):
             raise CheckpointError(
                 f"rank 0 does not see '{file}' as rank {report['rank']} wrote it to '{working}'; "
                 "use a folder on a disk that all nodes share"
             )
-        for name, (dtype, shape, box, made) in report["entries"].items():
-            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
-            if entry["dtype"] != dtype or entry["shape"] != shape:
-                raise CheckpointError(f"{name} has another shape or dtype on rank {report['rank']} than on others")
-            if box and (name, str(box)) not in seen:
-                seen.add((name, str(box)))
-                entry["shards"].append({"file": file, "key": name, "offsets": box[0], "lengths": box[1], "hash": made})
         for name, values in report["scalars"].items():
             scalars.setdefault(name, {}).update(values)
+    spread = "merged" in reports[0]
+    tensors, files = spread_tensors(reports) if spread else (_listed_tensors(reports), {})
     entries, broken = {}, []
     for name, entry in tensors.items():
         try:
@@ -126,6 +125,8 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
         raise CheckpointError(f"the ranks do not have all of the state: {short_list(broken)}")
     groups = {report["rank"]: report["groups"] for report in reports if report["groups"] is not None}
     return Manifest(
+        schema_version=3 if spread else 2,
+        files=files,
         step=head.step,
         plan=head.plan.model_dump(mode="json", by_alias=True),
         plan_fingerprint=head.plan.fingerprint,
@@ -138,6 +139,30 @@ def merged(working: Folder, reports: list[dict[str, Any]], head: ManifestHead) -
         model=head.model,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+
+
+def _is_there(path: Folder, size: int) -> bool:
+    """Return whether a file with so many bytes is there; one question to a file system that all ranks share."""
+    try:
+        found: int = path.stat().st_size
+    except OSError:
+        return False
+    return found == size
+
+
+def _listed_tensors(reports: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    tensors: dict[str, dict[str, Any]] = {}
+    seen: set[tuple[str, str]] = set()
+    for report in reports:
+        for name, (dtype, shape, box, made) in report["entries"].items():
+            entry = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "shards": []})
+            if entry["dtype"] != dtype or entry["shape"] != shape:
+                raise CheckpointError(f"{name} has another shape or dtype on rank {report['rank']} than on others")
+            if box and (name, str(box)) not in seen:
+                seen.add((name, str(box)))
+                shard = {"file": report["file"], "key": name, "offsets": box[0], "lengths": box[1], "hash": made}
+                entry["shards"].append(shard)
+    return tensors
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from shardwise.checkpoint.dtypes import CODES, DTYPES
-from shardwise.checkpoint.format import Hasher, Shard, TensorEntry, hash_text, hasher, parsed_json
+from shardwise.checkpoint.format import GridShards, Hasher, Shard, TensorEntry, hash_text, hasher, parsed_json
 from shardwise.checkpoint.layout import Box, box_of, local_of
 from shardwise.checkpoint.storage.direct_io import BLOCK
 from shardwise.checkpoint.storage.local_storage import CHUNK, FileWriter, Folder, RangeReader
@@ -315,6 +315,13 @@ class ShardReader:
         return self.error(f"'{self.folder / file}' is damaged: {why}; {self.fix}")
 
 
+def table_hash(raw: bytes) -> str:
+    """Return the hash of a table of hashes."""
+    made = hasher()
+    made.update(raw)
+    return hash_text(made)
+
+
 def read_header(reader: RangeReader) -> dict[str, Stored]:
     """Read the header of a safetensors file: its tensors by name.
 
@@ -367,7 +374,7 @@ def touched(tensor: torch.Tensor, shards: Sequence[Shard]) -> list[tuple[Shard, 
 def overlaps(here: Box, shards: Sequence[Shard]) -> list[tuple[Shard, Box]]:
     """List the shards that overlap a box, each with the overlap (global box)."""
     found = []
-    for shard in shards:
+    for shard in shards.overlapping(here) if isinstance(shards, GridShards) else shards:
         lows = [max(a, b) for a, b in zip(here.offsets, shard.offsets, strict=True)]
         ends = zip(here.offsets, here.lengths, shard.offsets, shard.lengths, strict=True)
         lengths = [min(a + n, b + m) - low for (a, n, b, m), low in zip(ends, lows, strict=True)]

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from datetime import timedelta
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
@@ -46,6 +48,10 @@ _FIXES = {
 }
 
 
+Table = npt.NDArray[np.int64]
+"""Integers of all ranks: a row for each, in rank order."""
+
+
 class Meeting:
     """Exchange of one message of integers between all ranks. Collective.
 
@@ -64,12 +70,13 @@ class Meeting:
         self.fits = len(values) <= WIDTH - len(self._head)
         sent = [*self._head, *(values if self.fits else ())]
         self._mine = torch.tensor(sent + [0] * (WIDTH - len(sent)), dtype=torch.int64)
-        self._rows = torch.empty(dist.get_world_size(group), WIDTH, dtype=torch.int64)
+        self._world = dist.get_world_size(group)
+        self._rows = torch.empty(self._world * WIDTH, dtype=torch.int64)
         options = AllgatherOptions()
         if limit_s is not None:  # gloo itself gives up then: a group with a pending message could never be destroyed
             options.timeout = timedelta(seconds=limit_s)
         with self._named():
-            self._work = group.allgather([[*self._rows.unbind()]], [self._mine], options)
+            self._work = group._allgather_base(self._rows, self._mine, options)
 
     def wait(self, *, patient: bool = True) -> None:
         """Wait until all ranks' messages have arrived.
@@ -96,27 +103,28 @@ class Meeting:
         finally:
             _mark(self._group, "waits", there=False)
 
-    def rows(self) -> list[list[int]]:
-        """Return each rank's integers, in rank order, once they have arrived.
+    def rows(self) -> Table:
+        """Return each rank's integers, a row in rank order, once they have arrived: [ranks, integers].
 
-        Empty where they did not fit.
+        Without columns where they did not fit.
 
         Raises:
             TrainingError: on all ranks, if they are in different operations.
         """
         self.wait()
-        rows: list[list[int]] = self._rows.tolist()
+        rows: Table = self._rows.numpy().reshape(self._world, WIDTH)
         size = len(self._head)
-        if any(row[:size] != self._head for row in rows):
-            doing = [b"".join(n.to_bytes(8, "little", signed=True) for n in row[1:size]) for row in rows]
-            texts = [text.decode(errors="replace").strip() or "another exchange" for text in doing]
-            other = next(rank for rank, row in enumerate(rows) if row[:size] != rows[0][:size])
+        heads = rows[:, :size]
+        if (heads != self._head).any():
+            other = int((heads != heads[0]).any(axis=1).argmax())
+            texts = [heads[rank, 1:].tobytes().decode(errors="replace").strip() for rank in (0, other)]
+            first, second = (text or "another exchange" for text in texts)
             raise TrainingError(
-                f"ranks wait for each other at different points: rank 0 at {texts[0]}, rank {other} at {texts[other]}. "
+                f"ranks wait for each other at different points: rank 0 at {first}, rank {other} at {second}. "
                 "Sharded weights and steps need every rank: call what rank 0 alone calls (an evaluation, a save) on "
                 "all ranks, with as many batches on each"
             )
-        return [row[size : size + row[0]] if self.fits else [] for row in rows]
+        return rows[:, size : size + self._head[0]] if self.fits else rows[:, :0]
 
     def _came(self, seconds: float) -> bool:
         """Return whether all ranks' messages have arrived after at most ``seconds``."""
@@ -145,8 +153,10 @@ class Meeting:
             raise self._gone()
 
     def _left(self) -> list[int]:
-        without = _without(self._group, "left")
-        return [rank for rank in range(len(self._rows)) if rank not in without]
+        if not _is_marked(_anyone(self._group)):  # one question of each waiting rank, and not one for each rank
+            return []
+        without = {*_without(self._group, "left")}
+        return [rank for rank in range(self._world) if rank not in without]
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -221,6 +231,8 @@ def announce_joined(group: dist.ProcessGroup) -> None:
 
 def announce_left(group: dist.ProcessGroup) -> None:
     """Record that this rank has left the session, so that waiting ranks can report it."""
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().set(_anyone(group), "1")
     _mark(group, "left", there=True)
 
 
@@ -246,6 +258,17 @@ def _mark(group: dist.ProcessGroup, mark: str, *, there: bool) -> None:
             store.set(key, "1")
         else:
             store.delete_key(key)
+
+
+def _is_marked(key: str) -> bool:
+    """Return whether a key is in the store; True where the store has ended, and nobody knows."""
+    with contextlib.suppress(RuntimeError):
+        return bool(dist.distributed_c10d._get_default_store().check([key]))
+    return True
+
+
+def _anyone(group: dist.ProcessGroup) -> str:
+    return f"shardwise/{group.group_name}/left"
 
 
 def _verdict(group: dist.ProcessGroup) -> str:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from shardwise.distributed.control_message import Meeting, announce_joined, announce_left, collective_of
+from shardwise.distributed.control_message import Meeting, Table, announce_joined, announce_left, collective_of
 from shardwise.distributed.rendezvous import hello, meet
 from shardwise.distributed.same_environment import facts_of, interface_problems
 from shardwise.environment import Rendezvous, launcher, node_name, rendezvous
@@ -229,7 +230,15 @@ def _others_run() -> bool:
 def gather_ints(
     values: list[int], ranks: Ranks, what: str = "", *, patient: bool = True, limit_s: float | None = None
 ) -> list[list[int]]:
-    """Gather each rank's integers, in rank order.
+    """Gather each rank's integers, in rank order, as `gather_table`."""
+    found: list[list[int]] = gather_table(values, ranks, what, patient=patient, limit_s=limit_s).tolist()
+    return found
+
+
+def gather_table(
+    values: list[int], ranks: Ranks, what: str = "", *, patient: bool = True, limit_s: float | None = None
+) -> Table:
+    """Gather each rank's integers, a row in rank order: [ranks, integers].
 
     One small collective (two for more than 92 integers).
 
@@ -241,19 +250,25 @@ def gather_ints(
             this one, where others have left or did not come.
     """
     if ranks.control is None:
-        return [values]
+        return np.array([values], dtype=np.int64)
     meeting = Meeting(values, ranks.control, what, limit_s=limit_s)
     meeting.wait(patient=patient)
     rows = meeting.rows()
     return rows if meeting.fits else _gathered(values, ranks)
 
 
-def _gathered(values: list[int], ranks: Ranks) -> list[list[int]]:
-    mine = torch.tensor(values, dtype=torch.int64)
-    rows = [torch.empty_like(mine) for _ in range(ranks.world_size)]
+def _gathered(values: list[int], ranks: Ranks) -> Table:
+    found: Table = _all_of(torch.tensor(values, dtype=torch.int64), ranks).numpy()
+    return found
+
+
+def _all_of(mine: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the tensor of each rank, [ranks, elements], of equal lengths."""
+    rows = mine.new_empty(ranks.world_size * mine.numel())
+    assert ranks.control is not None
     with collective_of(ranks.control):
-        dist.all_gather(rows, mine, group=ranks.control)
-    return torch.stack(rows).tolist()
+        ranks.control._allgather_base(rows, mine).wait()
+    return rows.view(ranks.world_size, -1)
 
 
 def gather_largest(values: list[int], ranks: Ranks) -> list[int]:
@@ -270,14 +285,17 @@ def gather_text(text: str, ranks: Ranks) -> list[str]:
     """Gather each rank's text, in rank order. Sent as bytes of text, not as objects."""
     if ranks.control is None:
         return [text]
-    payload = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    lengths = [row[0] for row in gather_ints([payload.numel()], ranks)]
+    payload = _bytes_of(text)
+    lengths = gather_table([payload.numel()], ranks)[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
-    rows = [torch.empty_like(padded) for _ in range(ranks.world_size)]
-    with collective_of(ranks.control):
-        dist.all_gather(rows, padded, group=ranks.control)
-    return [bytes(row[:n].tolist()).decode().strip() for row, n in zip(rows, lengths, strict=True)]
+    rows = _all_of(padded, ranks).numpy()
+    return [row[:length].tobytes().decode().strip() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _bytes_of(text: str) -> torch.Tensor:
+    """Return the bytes of a text, at least one."""
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
 
 
 def prepared_by_main(prepare: Callable[[], str], ranks: Ranks, what: str) -> str:
@@ -320,7 +338,15 @@ def no_process_group() -> Iterator[None]:
 
 def broadcast_text(text: str, ranks: Ranks) -> str:
     """Broadcast rank 0's text to every rank."""
-    return gather_text(text if ranks.is_main else "", ranks)[0]
+    if ranks.control is None:
+        return text
+    payload = _bytes_of(text if ranks.is_main else "")
+    length = int(gather_table([payload.numel()], ranks)[0, 0])
+    if not ranks.is_main:
+        payload = torch.empty(length, dtype=torch.uint8)
+    with collective_of(ranks.control):
+        dist.broadcast(payload, src=0, group=ranks.control)
+    return payload.numpy().tobytes().decode().strip()
 
 
 def send(tensor: torch.Tensor) -> torch.Tensor:

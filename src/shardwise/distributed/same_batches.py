@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils import _pytree
 
+from shardwise.distributed.places import first_in_group
 from shardwise.errors import DataError
 from shardwise.plan.plan import Plan
 
@@ -30,7 +32,7 @@ def checksum(batches: Sequence[Any]) -> int:
     return found
 
 
-def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
+def check_same_batches(sums: npt.ArrayLike, plan: Plan) -> None:
     """Compare the `checksum` of ranks with the same data-parallel index.
 
     ``sums`` is in rank order.
@@ -40,12 +42,11 @@ def check_same_batches(sums: Sequence[int], plan: Plan) -> None:
     Raises:
         DataError: any two differ.
     """
-    first: dict[int, int] = {}
-    for rank, mine in enumerate(sums):
-        other = first.setdefault(plan.dims.place(rank).dp, rank)
-        if mine != sums[other]:
-            raise DataError(
-                f"ranks {other} and {rank} must see the same samples under {plan.strategy}, and received different "
-                "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: its own "
-                "generator with the same seed); session.steps shards the batches"
-            )
+    first, found = first_in_group(plan.dims, "dp"), np.asarray(sums)
+    if (odd := found != found[first]).any():
+        rank = int(odd.argmax())
+        raise DataError(
+            f"ranks {first[rank]} and {rank} must see the same samples under {plan.strategy}, and received different "
+            "ones. Use the same DataLoader on every rank (same data, order, masks and augmentation: its own "
+            "generator with the same seed); session.steps shards the batches"
+        )

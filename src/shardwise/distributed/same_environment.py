@@ -137,6 +137,8 @@ def _flat(value: Any, name: str) -> Iterable[tuple[str, str]]:
 
 
 def _differences(hellos: Sequence[Hello]) -> list[str]:
+    if all(one.facts == hellos[0].facts for one in hellos):
+        return []
     keys = dict.fromkeys(key for one in hellos for key in one.facts)
     problems: dict[str, str] = {}
     for key in keys:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shardwise.distributed.control_message import Table
 from shardwise.errors import ReceiptError
 from shardwise.model.read import clean_name, dtype_name
 from shardwise.plan.plan import Plan
@@ -80,18 +81,18 @@ class DtypeRecorder:
         """Return what was wrong after the last step; 0 if nothing."""
         return [self._wrong]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Table) -> None:
         """Stop all ranks if a type is wrong on any.
 
         Raises:
             ReceiptError: with the kind of tensor, both types, the step and the rank.
         """
-        for rank, (code,) in enumerate(rows):
-            if code:
-                kind, planned, found, step = _unpacked(code)
-                raise ReceiptError(
-                    f"effects: {kind} dtype: planned {planned}, found {found} after step {step} (rank {rank})"
-                )
+        if rows.any():
+            rank = int((rows[:, 0] != 0).argmax())
+            kind, planned, found, step = _unpacked(int(rows[rank, 0]))
+            raise ReceiptError(
+                f"effects: {kind} dtype: planned {planned}, found {found} after step {step} (rank {rank})"
+            )
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.distributed.process_group import gather_ints, gather_text
+from shardwise.distributed.control_message import Table
+from shardwise.distributed.process_group import gather_table, gather_text
 from shardwise.errors import ReceiptError
 from shardwise.measure import state
 from shardwise.model.read import clean_name
@@ -111,7 +112,7 @@ class DriftRecorder:
             return
         stored = [one for chunk in self._chunks for one in chunk if one.trained or not one.slot]
         self._step = session.steps_done
-        self._judge(gather_ints(self._sums(stored), session.ranks), stored)
+        self._judge(gather_table(self._sums(stored), session.ranks), stored)
 
     # sent with each step's message
 
@@ -122,17 +123,19 @@ class DriftRecorder:
         row, self._row = self._row or [0] * (self.size - 1), []
         return [int(ready), *row]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Table) -> None:
         """Compare sums, and agree on whether this step ends with a check.
 
         Raises:
             ReceiptError: on all ranks, if weights have drifted apart on any.
         """
-        self._due = all(row[0] for row in rows)
-        self._judge([row[1:] for row in rows], self._checked)
+        self._due = bool(rows[:, 0].all())
+        self._judge(rows[:, 1:], self._checked)
 
-    def _judge(self, rows: list[list[int]], checked: list[Replica]) -> None:
-        apart = [slot for slot in range(_SLOTS) if _differ([row[1 + 2 * slot : 3 + 2 * slot] for row in rows])]
+    def _judge(self, rows: Table, checked: list[Replica]) -> None:
+        if (rows == rows[0]).all():  # one team with one sum in each slot, or no check
+            return
+        apart = [slot for slot in range(_SLOTS) if _differ(rows[:, 1 + 2 * slot : 3 + 2 * slot].tolist())]
         if not apart or self._session is None:
             return
         mine = {one.name: [one.team, one.slot, *self._detail(one)] for one in checked if one.slot in apart}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -167,15 +168,20 @@ def agree(session: Session, title: str, lines: list[Line]) -> Receipt:
     Pipeline stages may have lines that rank 0 does not have.
     """
     texts = gather_text(json.dumps([line.model_dump() for line in lines]), session.ranks)
-    everyone = [{row["name"]: row for row in json.loads(text)} for text in texts]
+    numbers, firsts = Counter(texts), {text: rank for rank, text in reversed([*enumerate(texts)])}
+    # most ranks have found the same: each finding counts once, under the first rank that has it
+    everyone = [
+        (firsts[text], count, {row["name"]: row for row in json.loads(text)}) for text, count in numbers.items()
+    ]
     merged = []
-    for name in dict.fromkeys(name for rows in everyone for name in rows):
-        versions = [(rank, rows[name]) for rank, rows in enumerate(everyone) if name in rows]
-        wrong = [(rank, version) for rank, version in versions if version["ok"] is False]
-        first, chosen = versions[0]
+    for name in dict.fromkeys(name for _, _, rows in everyone for name in rows):
+        versions = [(rank, rows[name], count) for rank, count, rows in everyone if name in rows]
+        wrong = [(rank, version, count) for rank, version, count in versions if version["ok"] is False]
+        first, chosen, _ = versions[0]
         if (wrong or first) and len(texts) > 1:
-            rank, version = (wrong or versions)[0]
-            others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            rank, version, _ = (wrong or versions)[0]
+            apart = sum(count for _, _, count in wrong)
+            others = f" and {apart - 1} more" if apart > 1 else ""
             chosen = {**version, "found": f"{version['found']} (rank {rank}{others})"}
         merged.append(Line(**chosen))
     return Receipt(title=title, lines=tuple(merged))

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.distributed.comm_timer import COMM_TIMER
+from shardwise.distributed.control_message import Table
 from shardwise.distributed.process_group import gather_largest
 from shardwise.measure import state
 from shardwise.model.read import clean_name
@@ -133,9 +134,9 @@ class LostGradients:
         gone = time.perf_counter() - self._begun if self._begun else 0.0
         return [int(not self.checks or self.share * gone >= self.spent_s + self._last_s)]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Table) -> None:
         """Agree on whether this step has a check."""
-        self._due = all(row[0] for row in rows)
+        self._due = bool(rows[:, 0].all())
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the next logged line says of parameters that were named since the last one, on rank 0."""

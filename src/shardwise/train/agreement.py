@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.distributed.control_message import Meeting
+from shardwise.distributed.places import Ints, first_in_group
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import TrainingError
 from shardwise.model.read import clean_name
@@ -36,8 +37,7 @@ class Agreement:
         self._given: set[int] | None = None  # parameters with a gradient before the first padding micro batch
         self._message: Meeting | None = None
         self._loss: tuple[dist.Work, torch.Tensor] | None = None
-        places = [plan.dims.place(rank) for rank in range(ranks.world_size)]
-        self._part = [(place.tp, place.pp) for place in places]  # ranks of one part reduce the same parameters
+        self._first = first_in_group(plan.dims, "tp", "pp")  # of each rank's part: they reduce the same parameters
 
     def begin_step(self) -> None:
         """Reset the state of the previous step."""
@@ -116,14 +116,13 @@ class Agreement:
         if self._loss is not None:
             self._loss[0].wait()
         else:
-            loss_sum.copy_(torch.tensor([row[4] for row in rows]).view(torch.float64).sum())
-        found = [(row[0], row[1]) for row in rows]
-        if any(row[3] for row in rows):
-            self._refuse_left([rank for rank, row in enumerate(rows) if row[3]])
-        if any(row[2] for row in rows):
+            loss_sum.copy_(torch.from_numpy(rows[:, 4].copy()).view(torch.float64).sum())
+        if rows[:, 3].any():
+            self._refuse_left(rows[:, 3].nonzero()[0].tolist())
+        if rows[:, 2].any():
             self._refuse_strays()
-        self._check_order([digest for _, digest in found])
-        if any(number for number, _ in found):
+        self._check_order(rows[:, 1])
+        if rows[:, 0].any():
             self._leave_alone()
         return loss_sum
 
@@ -146,17 +145,13 @@ class Agreement:
             f"{self._plan.strategy}; compute it inside of the block, or use ddp or zero1"
         )
 
-    def _check_order(self, digests: list[int]) -> None:
-        first: dict[tuple[int, int], int] = {}
-        apart = [
-            (first[part], rank)
-            for rank, part in enumerate(self._part)
-            if digests[first.setdefault(part, rank)] != digests[rank]
-        ]
-        if not apart:
+    def _check_order(self, digests: Ints) -> None:
+        apart = digests != digests[self._first]
+        if not apart.any():
             return
         mine = json.dumps([name for order in self._orders for name in order.reductions()])
-        one, other = apart[0]
+        other = int(apart.argmax())
+        one = int(self._first[other])
         lists = [json.loads(text) for text in gather_text(mine, self._ranks)]
         pairs = itertools.zip_longest(lists[one], lists[other], fillvalue="nothing")
         at, (here, there) = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
@@ -185,8 +180,9 @@ class Agreement:
             if id(p) in self._missing and name not in tied
         }
         lists = [json.loads(text) for text in gather_text(json.dumps([*mine]), self._ranks)]
-        nobody: dict[tuple[int, int], set[str]] = {}
-        for part, names in zip(self._part, lists, strict=True):
+        nobody: dict[int, set[str]] = {}
+        parts = self._first.tolist()
+        for part, names in zip(parts, lists, strict=True):
             nobody[part] = nobody[part] & set(names) if part in nobody else set(names)
         if self._plan.optimizer_in_backward and any(nobody.values()):
             names = sorted({name for names in nobody.values() for name in names})
@@ -196,5 +192,5 @@ class Agreement:
                 "optimizer.in_backward has stepped them by zeros; freeze them with "
                 "requires_grad_(False), or set optimizer.in_backward to false"
             )
-        for name in nobody[self._part[self._ranks.rank]]:
+        for name in nobody[parts[self._ranks.rank]]:
             mine[name].grad = None

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.distributed.control_message import Table
+from shardwise.distributed.places import first_in_group
 from shardwise.distributed.same_batches import check_same_batches, checksum
 from shardwise.train.session_interface import TrainingSession
 
@@ -21,7 +23,7 @@ def group_marks(session: TrainingSession, given: list[Any]) -> list[int]:
     return [checksum(given), rng_state]
 
 
-def keep_together(session: TrainingSession, rows: list[list[int]]) -> None:
+def keep_together(session: TrainingSession, rows: Table) -> None:
     """Refuse different samples within a group, and restore equal RNG states in its ranks.
 
     Rank 0 draws the order of the samples for all ranks, and a loop may seed each rank by its number:
@@ -30,8 +32,9 @@ def keep_together(session: TrainingSession, rows: list[list[int]]) -> None:
     dims = session.plan.dims
     if not dims.splits_model:
         return
-    check_same_batches([row[4] for row in rows], session.plan)
-    if any(row[5] != rows[rank - dims.place(rank).tp][5] for rank, row in enumerate(rows)):
+    check_same_batches(rows[:, 4], session.plan)
+    states = rows[:, 5]
+    if (states != states[first_in_group(dims, "pp", "dp", "cp")]).any():
         session.sync_rng_state()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardwise.distributed.control_message import Table
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
@@ -51,7 +52,7 @@ class ParameterHooks:
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, list[_Hooks]] = {}
         self._after: dict[str, list[_Hooks]] = {}
-        self._peers: tuple[int, ...] = ()
+        self._peers: list[int] = []
         self._ranks: Ranks | None = None
         self._own: set[int] = set()  # ids of hooks that the library and DeepSpeed have registered
         _check(self._found, plan)
@@ -66,7 +67,7 @@ class ParameterHooks:
                 before, after = self._found.get(name, (None, None))
                 self._keep(self._before, name, before)
                 self._keep(self._after, name, after)
-        self._peers = tuple(range(session.ranks.world_size)) if ownership is None else ownership.ranks
+        self._peers = [*range(session.ranks.world_size)] if ownership is None else [*ownership.ranks]
         self._ranks = session.ranks
         self._own = {number for _, parameter in self._named for number in parameter._post_accumulate_grad_hooks or ()}
         self._take()
@@ -81,18 +82,18 @@ class ParameterHooks:
             return [-1]
         return [zlib.crc32(repr(sorted([*_active(self._before), "", *_active(self._after)])).encode())]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Table) -> None:
         """Refuse, on all ranks, hooks missing on some rank, and late ones that the plan cannot call.
 
         Raises:
             ModelError: with the parameters that have hooks here.
         """
-        if any(row[0] < 0 for row in rows):
+        if (rows < 0).any():
             late = next(iter(self._late().items()), ("", (None, None)))
             texts = gather_text(f"{late[0]} {int(bool(late[1][1]))}" if late[0] else "", _known(self._ranks))
             name, _, after = next(text for text in texts if text).partition(" ")
             _check({name: ({}, {0: None} if after == "1" else {})}, self._plan)
-        if len(rows) > 1 and any(rows[rank] != rows[self._peers[0]] for rank in self._peers):
+        if len(rows) > 1 and (rows[self._peers] != rows[self._peers[0]]).any():
             here = sorted({*_active(self._before), *_active(self._after)})
             raise ModelError(
                 f"hooks on parameters differ between ranks (here: {', '.join(here[:3]) or 'none'}), and ranks would "

@@ -23,7 +23,9 @@ from torch.utils import _pytree
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.distributed import control_message as meeting
-from shardwise.distributed.process_group import Ranks, gather_ints, leave
+from shardwise.distributed.control_message import Table
+from shardwise.distributed.places import counted_once
+from shardwise.distributed.process_group import Ranks, gather_ints, gather_table, leave
 from shardwise.errors import DataError, ModelError, PlanError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.model.read import clean_name
@@ -344,20 +346,19 @@ class Session:
             own = [tokens, len(micros), self._stop_asked, ready, *self.marks(given)]
             header = [number for one in self.header for number in one.post()]
             self.phase = "control"
-            rows = gather_ints([*own, *header], self.ranks, "the start of a step")
+            rows = gather_table([*own, *header], self.ranks, "the start of a step")
             self.phase = "other"
-            if any(row[1] for row in rows):
+            if rows[:, 1].any():
                 keep_together(self, rows)
             self._deliver(rows, len(own))
-            stream.ended = (length := max(row[1] for row in rows)) == 0
-            if self._adopt_stop(row[2] for row in rows) or stream.ended:
+            stream.ended = (length := int(rows[:, 1].max())) == 0
+            if self._adopt_stop(int(rows[:, 2].max())) or stream.ended:
                 self._windows = None
                 return
-            starved = [rank for rank, row in enumerate(rows) if not row[3]]
-            if starved or last is None:
+            if last is None or not rows[:, 3].all():
                 raise DataError(
-                    f"rank {starved[0]} got no batch at all while others did: fewer batches than ranks; "
-                    "use a smaller batch size or fewer ranks"
+                    f"rank {(rows[:, 3] == 0).argmax()} got no batch at all while others did: fewer batches than "
+                    "ranks; use a smaller batch size or fewer ranks"
                 )
             micros += [Micro(last.inputs, last.labels, num_tokens=0, padding=True)] * (length - len(micros))
             number = self.steps_done + 1
@@ -377,9 +378,9 @@ class Session:
                 raise UserError(f"step {number} ended without step.update(optimizer); call it once for each step")
         stream.ended = stream.epoch is not None
 
-    def _deliver(self, rows: list[list[int]], start: int) -> None:
+    def _deliver(self, rows: Table, start: int) -> None:
         for one in self.header:
-            one.deliver([row[start : start + one.size] for row in rows])
+            one.deliver(rows[:, start : start + one.size])
             start += one.size
 
     def marks(self, given: list[Any]) -> list[int]:
@@ -390,11 +391,10 @@ class Session:
         """Copy the first rank's RNG state to its tensor-parallel group. Collective over all ranks."""
         copy_rng_state(self)
 
-    def _in_all(self, rows: list[list[int]]) -> tuple[int, int]:
+    def _in_all(self, rows: Table) -> tuple[int, int]:
         """Sum labels and micro batches over all ranks; those shared by several ranks count once."""
-        places = [self.plan.dims.place(rank) for rank in range(len(rows))]
-        once = [(place, row) for place, row in zip(places, rows, strict=True) if place.tp == place.pp == 0]
-        return sum(row[0] for _, row in once), sum(row[1] for place, row in once if place.cp == 0)
+        parts, samples = counted_once(self.plan.dims)
+        return int(rows[parts, 0].sum()), int(rows[samples, 1].sum())
 
     def save(
         self,
@@ -474,11 +474,11 @@ class Session:
 
     def stop_agreed(self) -> bool:
         """Return whether any rank was asked to stop; collective, and stored as ``stopped``."""
-        return self._adopt_stop(row[0] for row in gather_ints([self._stop_asked], self.ranks))
+        return self._adopt_stop(max(row[0] for row in gather_ints([self._stop_asked], self.ranks)))
 
-    def _adopt_stop(self, asked: Iterable[int]) -> bool:
-        """Adopt the signal of any rank, on all the same; return whether there is one."""
-        self.stopped_by = max(self.stopped_by, *asked)
+    def _adopt_stop(self, asked: int) -> bool:
+        """Adopt the signal of any rank, the greatest, on all the same; return whether there is one."""
+        self.stopped_by = max(self.stopped_by, asked)
         self.stopped = self.stopped_by > 0
         return self.stopped
 

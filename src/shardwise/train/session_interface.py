@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.distributed.control_message import Table
 from shardwise.distributed.process_group import Ranks
 from shardwise.optim.in_backward import InBackward
 from shardwise.parallel.apply import Applied
@@ -28,8 +29,8 @@ class StepHeader(Protocol):
     def post(self) -> list[int]:
         """Return this rank's integers."""
 
-    def deliver(self, rows: list[list[int]]) -> None:
-        """Receive the integers of all ranks, in rank order."""
+    def deliver(self, rows: Table) -> None:
+        """Receive the integers of all ranks: [ranks, size], in rank order."""
 
 
 class Timekeeper(Protocol):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from shardwise.measure.gpu.nvml import NvmlSource
 from shardwise.measure.step_time.attribution import Attribution
@@ -24,6 +27,8 @@ RECOVERED = 10
 WARM_UP = 3
 """First steps, which are not judged: they compile and allocate."""
 _WORK = tuple(part for part in PHASES if part not in (*WAIT_PHASES, "slowest_rank", "pipeline"))
+
+Seconds = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -43,7 +48,7 @@ class SlowRank:
     _rank: int | None = None
     _named: int | None = None
     _steps: int = 0
-    _sums: list[dict[str, float]] = field(default_factory=list)
+    _sums: dict[str, Seconds] = field(default_factory=dict)
 
     @classmethod
     def attach(
@@ -52,14 +57,13 @@ class SlowRank:
         """Judge the steps that ``attribution`` measures."""
         attribution.on_step_times = cls(say, report, uuids).judge
 
-    def judge(self, late: int | None, seconds: Sequence[dict[str, float]]) -> None:
-        """Take a step: the rank that was late, if any, and each rank's seconds of each part."""
+    def judge(self, late: int | None, seconds: Mapping[str, Seconds]) -> None:
+        """Take a step: the rank that was late, if any, and of each part the seconds of all ranks."""
         self._seen += 1
         if self._seen <= WARM_UP:
             return
-        step = statistics.fmean(sum(row[part] for part in PHASES) for row in seconds)
-        others = [row["slowest_rank"] for rank, row in enumerate(seconds) if rank != late]
-        if late is None or statistics.median(others) < WAITED * step:
+        step = float(np.stack([seconds[part] for part in PHASES]).sum(axis=0).mean())
+        if late is None or np.median(np.delete(seconds["slowest_rank"], late)) < WAITED * step:
             self._fine += 1
             if self._named is None or self._fine >= RECOVERED:
                 self._recovered()
@@ -69,12 +73,10 @@ class SlowRank:
             return
         if late != self._rank:
             self._rank, self._steps = late, 0
-            self._sums = [dict.fromkeys(PHASES, 0.0) for _ in seconds]
+            self._sums = {}
         self._steps += 1
-        for sums, row in zip(self._sums, seconds, strict=True):
-            for part in PHASES:
-                sums[part] += row[part]
-        if self._steps >= STEPS and sum(self._sums[late].values()) >= SECONDS:
+        self._sums = {part: seconds[part] + self._sums.get(part, 0.0) for part in PHASES}
+        if self._steps >= STEPS and sum(sums[late] for sums in self._sums.values()) >= SECONDS:
             self._named = late
             self._name(late)
 
@@ -84,7 +86,8 @@ class SlowRank:
         self._rank = self._named = None
 
     def _name(self, rank: int) -> None:
-        means = [{part: seconds / self._steps for part, seconds in row.items()} for row in self._sums]
+        columns = {part: (seconds / self._steps).tolist() for part, seconds in self._sums.items()}
+        means = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         peers = [row for other, row in enumerate(means) if other != rank]
         more = {part: means[rank][part] - statistics.median(row[part] for row in peers) for part in _WORK}
         part = max(more, key=lambda one: more[one])

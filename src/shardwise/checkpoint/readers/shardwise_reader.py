@@ -67,7 +67,10 @@ class OwnSource:
             CheckpointError: bytes differ from those that were saved; names files and tensors.
         """
         entries = [entry for name, entry in self.manifest.tensors.items() if name.startswith(prefix)]
-        shards = [(shard, DTYPES[entry.dtype]) for entry in entries for shard in entry.shards][rank::ranks]
+        shards, before = list[tuple[Shard, torch.dtype]](), 0
+        for entry in entries:  # every so-many-th of all: no others are made of a grid
+            shards += [(shard, DTYPES[entry.dtype]) for shard in entry.shards[(rank - before) % ranks :: ranks]]
+            before += len(entry.shards)
         wrong: list[tuple[object, str]] = []
 
         def look(one: tuple[Shard, torch.dtype]) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.distributed.comm_timer import COMM_TIMER
-from shardwise.distributed.process_group import gather_ints
+from shardwise.distributed.process_group import gather_ints, gather_table
 from shardwise.measure.step_time.clock import COUNTED, EARLY, StepInterval, clock_for
 from shardwise.measure.step_time.comm_hooks import CommHooks
 from shardwise.measure.step_time.timing import BETWEEN, PHASES, WAIT_PHASES, PhaseStats, Timing
@@ -42,13 +42,15 @@ _NS = 1e-9
 _EXTRA = 5  # whether there is a lap, labels, early reductions, nanoseconds without a core, and by a stopwatch
 
 Table = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class Attribution:
     """Observer of a session that attributes its time; see `Timing`. One per process at a time.
 
     ``disturbed`` returns for a step's number whether something other than training slowed it: it is excluded.
-    ``on_step_times`` is called on rank 0 for each step with the rank that was late, if any, and each rank's seconds.
+    ``on_step_times`` is called on rank 0 for each step with the rank that was late, if any, and for each of
+    `COUNTED` the seconds of all ranks.
     """
 
     size = _EXTRA + len(COUNTED)
@@ -61,12 +63,14 @@ class Attribution:
         self._own: deque[tuple[int, int, int, int]] = deque()  # of laps that the clock may not have read yet
         self._intervals = self._tokens = 0
         self._border = time.perf_counter_ns()
-        self._arrived: list[deque[list[int]]] = [deque() for _ in range(session.ranks.world_size)]
+        self._arrived: deque[Table] = deque()  # laps that not all ranks have sent
+        self._laps = np.zeros(session.ranks.world_size, dtype=np.int64)  # that each rank has sent
+        self._complete = 0  # laps that all ranks have sent
         self._full, self._fresh = PhaseTotals(), PhaseTotals()
         self._seen = 0
         self._problem = self._engine = ""
         self.disturbed: Callable[[int], bool] = lambda number: False
-        self.on_step_times: Callable[[int | None, list[dict[str, float]]], None] | None = None
+        self.on_step_times: Callable[[int | None, Mapping[str, Table]], None] | None = None
 
     @classmethod
     def attach(cls, session: Session) -> Attribution:
@@ -129,15 +133,22 @@ class Attribution:
             return [0] * self.size
         return [1, *self._own.popleft(), *interval]
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Ints) -> None:
         """Receive one lap of each rank, or none; a step is complete when all have sent theirs."""
         if not self._session.ranks.is_main:
             return
-        for queue, row in zip(self._arrived, rows, strict=True):
-            if row[0]:
-                queue.append(row[1:])
-        while all(self._arrived):
-            table = np.array([queue.popleft() for queue in self._arrived], dtype=np.float64)
+        came = rows[:, 0] != 0
+        if came.any():  # the n-th lap of a rank belongs to the n-th of all others
+            at = self._laps - self._complete
+            if int(at[came].max()) == len(self._arrived):
+                self._arrived.append(np.zeros((len(rows), self.size - 1)))
+            for place in np.unique(at[came]):
+                here = came & (at == place)
+                self._arrived[place][here] = rows[here, 1:]
+            self._laps += came
+        while self._laps.min() > self._complete:
+            table = self._arrived.popleft()
+            self._complete += 1
             if table[0, 0] > 0:  # a lap with a full step in it
                 self._add(table)
 
@@ -149,7 +160,7 @@ class Attribution:
         self._end_interval()
         self._wait_for_device()  # the last lap's end event must have passed, too
         for _ in range(max(row[0] for row in gather_ints([len(self._own)], self._session.ranks))):
-            self.deliver(gather_ints(self.post(), self._session.ranks))
+            self.deliver(gather_table(self.post(), self._session.ranks))
         self.detach()
 
     def _wait_for_device(self) -> None:
@@ -178,14 +189,14 @@ class Attribution:
         """Return the run so far, after the warm-up; ``None`` before the first step, and off rank 0."""
         return self._full.timing(self._session.plan, self._unmeasured()) if self._seen else None
 
-    def window(self) -> Timing | None:
+    def window(self, *, by_rank: bool = True) -> Timing | None:
         """Return the steps since the last call, warm-up included; ``None`` if there are none."""
         fresh, self._fresh = self._fresh, PhaseTotals()
-        return fresh.timing(self._session.plan, self._unmeasured()) if fresh.steps else None
+        return fresh.timing(self._session.plan, self._unmeasured(), by_rank=by_rank) if fresh.steps else None
 
     def log_fields(self) -> dict[str, Any]:
         """Return `window` as values of a metrics line: mean seconds of each part and between steps."""
-        window = self.window()
+        window = self.window(by_rank=False)
         if window is None:
             return {}
         parts = {part: None if one is None else one.mean_s for part, one in window.parts.items()}
@@ -202,7 +213,7 @@ class Attribution:
         late = self._fresh.add(table, plan)
         if self.on_step_times is not None:
             parts = table[:, _EXTRA - 1 :]
-            self.on_step_times(late, [dict(zip(COUNTED, row, strict=True)) for row in parts.tolist()])
+            self.on_step_times(late, dict(zip(COUNTED, parts.T, strict=True)))
 
     def _unmeasured(self) -> dict[str, str]:
         plan = self._session.plan
@@ -251,8 +262,8 @@ class PhaseTotals:
         self.steps += 1
         return late
 
-    def timing(self, plan: Plan, unmeasured: dict[str, str]) -> Timing:
-        """Return the means over the steps."""
+    def timing(self, plan: Plan, unmeasured: dict[str, str], *, by_rank: bool = True) -> Timing:
+        """Return the means over the steps; ``by_rank``: those of each rank, too."""
         assert self._sums is not None
         means = self._sums[:, _EXTRA - 1 :] / self.steps
         lost = self._sums[:, 2] / self.steps
@@ -275,7 +286,10 @@ class PhaseTotals:
             tokens_per_s=self._tokens / full if full else None,
             parts={part: None if part in none else spread(means[:, _COLUMNS[part]]) for part in PHASES},
             between_s={part: float(means[:, _COLUMNS[part]].mean()) for part in BETWEEN},
-            ranks=tuple({part: float(row[_COLUMNS[part]]) for part in (*PHASES, *BETWEEN)} for row in means),
+            ranks=tuple(
+                {part: float(row[_COLUMNS[part]]) for part in (*PHASES, *BETWEEN)}
+                for row in (means if by_rank else means[:0])
+            ),
             late_rank=late[0][0] if late else None,
             late_share=None if alone else (late[0][1] / self.steps if late else 0.0),
             cpu_wait_s=None if np.isnan(lost).any() else spread(lost),

@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.places import first_in_group
 from shardwise.distributed.process_group import gather_text
 from shardwise.measure import state
 from shardwise.model.facts import ModelSpec
@@ -143,13 +144,10 @@ def tied_lines(session: Session) -> Iterator[Line]:
         if part is not None:
             hashes[names[0]] = hashlib.blake2b(tensor_bytes(state.local(part)), digest_size=8).hexdigest()
     mine = {"blocks": [b for blocks in stage_blocks(session).values() for b in blocks], "hashes": hashes}
-    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
-    places = [plan.dims.place(rank) for rank in range(len(everyone))]
-    mates = [
-        rank
-        for rank, p in enumerate(places)
-        if (p.dp, p.cp, p.tp) == (session.place.dp, session.place.cp, session.place.tp)
-    ]
+    texts = gather_text(json.dumps(mine), session.ranks)
+    first = first_in_group(plan.dims, "dp", "cp", "tp")
+    mates = (first == first[session.ranks.rank]).nonzero()[0].tolist()
+    everyone = {rank: json.loads(texts[rank]) for rank in mates}
     counts = [len(everyone[rank]["blocks"]) for rank in mates]
     blocks = sorted(block for rank in mates for block in everyone[rank]["blocks"])
     sizes = " + ".join(str(count) for count in counts)
@@ -186,8 +184,8 @@ def replica_lines(session: Session) -> Iterator[Line]:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and _is_whole_over_tp(gradient):
             mine[clean_name(name)] = float(state.local(gradient).double().norm())
-    everyone = [json.loads(text) for text in gather_text(json.dumps(mine), session.ranks)]
-    first = everyone[session.ranks.rank - session.place.tp]
+    texts = gather_text(json.dumps(mine), session.ranks)
+    first = json.loads(texts[session.ranks.rank - session.place.tp])
     floor = REPLICAS_FLOOR * max([*first.values(), 0.0])
     apart = [n for n, norm in mine.items() if abs(norm - first.get(n, 0.0)) > REPLICAS_APART * max(norm, floor)]
     planned = f"{len(mine)} gradients: the same on each of {plan.dims.tp} ranks"

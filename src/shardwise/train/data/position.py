@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from shardwise.distributed.control_message import Table
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.distributed.same_batches import checksum
 from shardwise.errors import DataError, UserError
@@ -298,25 +299,24 @@ class StreamRecorder:
         self._first = 0
         return row
 
-    def deliver(self, rows: list[list[int]]) -> None:
+    def deliver(self, rows: Table) -> None:
         """Stop all ranks if one cannot continue, or if they read different streams.
 
         Raises:
             DataError: on all ranks; a rank whose loader raised raises that error instead.
         """
-        failed = [rank for rank, row in enumerate(rows) if row[2]]
-        if failed:
-            self._stop(failed)
-        first, length = ([row[at] for row in rows] for at in (0, 1))
-        odd = next((rank for rank, one in enumerate(first) if one != first[0]), None)
-        if odd is not None:
+        if rows[:, 2].any():
+            self._stop(rows[:, 2].nonzero()[0].tolist())
+        first, length = rows[:, 0], rows[:, 1]
+        if (first != first[0]).any():
+            odd = int((first != first[0]).argmax())
             raise DataError(
                 f"the loader ({self._kind}) gives ranks 0 and {odd} different batches: if each rank's loader already "
                 "yields its own shard, call session.steps(loader, sharded=True); if not, make it shuffle, mask and "
                 "augment equally on all ranks (one seed for its own generators): session.steps shards the batches"
             )
-        odd = next((rank for rank, one in enumerate(length) if one != length[0]), None)
-        if all(length) and odd is not None:
+        if length.all() and (length != length[0]).any():
+            odd = int((length != length[0]).argmax())
             raise DataError(
                 f"the loader ({self._kind}) has {length[0] - 1} batches on rank 0 and {length[odd] - 1} on rank {odd}, "
                 "but began alike: give all ranks the same data, or each its own share with "
