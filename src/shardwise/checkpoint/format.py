@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -129,7 +130,11 @@ class HashTables:
             raise CheckpointError(
                 f"'{path}' is damaged: its bytes are not those that were written; load an earlier checkpoint"
             )
-        table: dict[str, str] = json.loads(raw)
+        table = None
+        with contextlib.suppress(ValueError, RecursionError):
+            table = json.loads(raw)
+        if not isinstance(table, dict) or not all(isinstance(one, str) for one in table.values()):
+            raise CheckpointError(f"'{path}' is damaged: it is no table of hashes; load an earlier checkpoint")
         return table
 
 

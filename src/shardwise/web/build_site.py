@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).parents[1]
 PAGE = "index.html"
 # what plans: of these, every file that does not import torch or numpy when it is loaded
 LAYERS = (
-    *("__init__.py", "errors.py", "units.py", "environment.py", "document.py", "import_object.py"),
+    *("__init__.py", "collector.py", "document.py", "environment.py", "errors.py", "import_object.py", "units.py"),
     *("hardware", "model", "plan", "cost", "search"),
     *("report/__init__.py", "report/plan_json.py", "report/plan_sentences.py"),
     *("report/serving_json.py", "report/serving_sentences.py"),
