@@ -10,13 +10,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardwise.checkpoint.boxes import Box
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 LARGEST_GRID = 1 << 26  # cells
 
@@ -81,6 +83,8 @@ class Grid(BaseModel):
 
     def box(self, cell: int, shape: tuple[int, ...]) -> Box:
         """Return the box of a cell in a tensor of ``shape``."""
+        import numpy as np
+
         places = np.unravel_index(cell, self.sizes) if shape else ()
         offsets, lengths = [], []
         for at, runs, size in zip(places, self.begins, shape, strict=True):
@@ -91,6 +95,8 @@ class Grid(BaseModel):
 
     def overlapping(self, box: Box) -> list[int]:
         """Return the cells that overlap ``box``, in order."""
+        import numpy as np
+
         if not box.numel:
             return []
         ranges = []
@@ -140,4 +146,6 @@ def runs_of(numbers: Sequence[int]) -> Runs:
 
 @lru_cache(maxsize=256)  # most tensors are cut alike
 def _numbers(runs: Runs) -> npt.NDArray[np.int64]:
+    import numpy as np
+
     return np.concatenate([start + step * np.arange(count, dtype=np.int64) for start, step, count in runs])
