@@ -112,6 +112,8 @@ def test_a_thousand_ranks_have_a_small_manifest(tmp_path: Path) -> None:
     given = reports(tmp_path)
     keys = dict.fromkeys(SHAPES, "xxh3-128:" + "5" * 32)
     given[700]["table"] = write_table(tmp_path, given[700]["file"], keys)
+    forged: Any = [*keys]
+    given[702]["table"] = write_table(tmp_path, given[702]["file"], forged)
     manifest = merged(tmp_path, given, head)
     document = manifest.to_json()
     assert len(document) < 90_000, "of 28,672 shards; most of it are names of files"
@@ -128,6 +130,8 @@ def test_a_thousand_ranks_have_a_small_manifest(tmp_path: Path) -> None:
     assert shards[700].hash == "xxh3-128:" + "5" * 32
     with pytest.raises(CheckpointError, match=r"rank-00701\.hashes\.json' cannot be read"):
         shards[701]
+    with pytest.raises(CheckpointError, match=r"rank-00702\.hashes\.json' is damaged: it is no table of hashes"):
+        shards[702]
 
 
 def test_a_rank_that_wrote_nothing_is_missed(tmp_path: Path) -> None:

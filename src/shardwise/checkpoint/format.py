@@ -124,9 +124,7 @@ class HashTables:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise CheckpointError(f"'{path}' cannot be read: {why}; load an earlier checkpoint") from None
-        made = hasher()
-        made.update(raw)
-        if hash_text(made) != self._hashes[file]:
+        if hash_bytes(raw) != self._hashes[file]:
             raise CheckpointError(
                 f"'{path}' is damaged: its bytes are not those that were written; load an earlier checkpoint"
             )
@@ -341,11 +339,16 @@ def hash_text(made: Hasher) -> str:
     return f"{HASH}:{made.hexdigest()}"
 
 
+def hash_bytes(data: bytes) -> str:
+    """Return the hash of bytes, as text."""
+    made = hasher()
+    made.update(data)
+    return hash_text(made)
+
+
 def _own_hash(data: bytes) -> str:
     """Hash a manifest's bytes, with the digits of its own hash (the first in the file) as zeros."""
-    made = hasher()
-    made.update(_OWN_HASH.sub(_NO_HASH.encode(), data, count=1))
-    return hash_text(made)
+    return hash_bytes(_OWN_HASH.sub(_NO_HASH.encode(), data, count=1))
 
 
 @no_collector()

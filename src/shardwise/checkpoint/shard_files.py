@@ -315,13 +315,6 @@ class ShardReader:
         return self.error(f"'{self.folder / file}' is damaged: {why}; {self.fix}")
 
 
-def table_hash(raw: bytes) -> str:
-    """Return the hash of a table of hashes."""
-    made = hasher()
-    made.update(raw)
-    return hash_text(made)
-
-
 def read_header(reader: RangeReader) -> dict[str, Stored]:
     """Read the header of a safetensors file: its tensors by name.
 

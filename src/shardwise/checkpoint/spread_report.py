@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint import messages as exchange
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.format import table_name
+from shardwise.checkpoint.format import hash_bytes, table_name
 from shardwise.checkpoint.grid import grid_of, runs_of
-from shardwise.checkpoint.shard_files import table_hash
 from shardwise.checkpoint.storage.local_storage import Folder, write_small
 from shardwise.errors import CheckpointError
 
@@ -34,7 +33,7 @@ def write_table(working: Folder, file: str, hashes: dict[str, str]) -> str:
     """Write the hashes of the tensors in ``file`` beside it, durably; return the hash of that table."""
     raw = json.dumps(hashes, separators=(",", ":")).encode()
     write_small(working / table_name(file), raw)
-    return table_hash(raw)
+    return hash_bytes(raw)
 
 
 def spread_report(report: dict[str, Any], world: int, group: ProcessGroup | None) -> dict[str, Any]:
