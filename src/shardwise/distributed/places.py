@@ -34,11 +34,9 @@ class Places:
 
 @lru_cache(maxsize=16)
 def places_of(dims: ParallelDims) -> Places:
-    """Return the position of every rank; `ParallelDims.place` has the order."""
-    rest, tp = np.divmod(np.arange(dims.world_size), dims.tp)
-    rest, cp = np.divmod(rest, dims.cp)
-    pp, dp = np.divmod(rest, dims.dp)
-    return Places(pp, dp, cp, tp)
+    """Return the position of every rank."""
+    each = [dims.place(rank) for rank in range(dims.world_size)]
+    return Places(*np.array([(one.pp, one.dp, one.cp, one.tp) for one in each], dtype=np.int64).T)
 
 
 @lru_cache(maxsize=16)

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.distributed.comm_timer import COMM_TIMER
+from shardwise.distributed.places import Ints
 from shardwise.distributed.process_group import gather_ints, gather_table
 from shardwise.measure.step_time.clock import COUNTED, EARLY, StepInterval, clock_for
 from shardwise.measure.step_time.comm_hooks import CommHooks
@@ -42,7 +43,6 @@ _NS = 1e-9
 _EXTRA = 5  # whether there is a lap, labels, early reductions, nanoseconds without a core, and by a stopwatch
 
 Table = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class Attribution:
