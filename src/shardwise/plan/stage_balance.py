@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+
+from shardwise.plan.plan import Plan
 
 
 def balanced_stages(blocks: Sequence[float], before: float, after: float, stages: int) -> tuple[int, ...]:
@@ -82,3 +85,8 @@ def even_stages(number: int, block: float, before: float, after: float, stages: 
         counts[stage] += 1
         heapq.heapreplace(loads, (round(load + 1, 9), stage))
     return tuple(counts)
+
+
+def longest_stage(plan: Plan, num_blocks: int) -> int:
+    """Return the number of blocks of the longest stage; where the plan has none yet, of an even split."""
+    return max(plan.stage_blocks or (math.ceil(num_blocks / (plan.dims.pp * plan.virtual_stages)),))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from shardwise.cost.price import dollars_per_million_tokens
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.plan.plan import Plan
+from shardwise.plan.stage_balance import longest_stage
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.units import bytes_text, counted, hours_text, money_text, number_text, seconds_text
 
@@ -35,7 +34,7 @@ def recompute_text(plan: Plan, blocks: int) -> str:
         return kind
     of = f"{plan.recompute_layers} of {blocks} blocks"
     if plan.dims.pp > 1:
-        longest = max(plan.stage_blocks or (math.ceil(blocks / (plan.dims.pp * plan.virtual_stages)),))
+        longest = longest_stage(plan, blocks)
         if plan.recompute_layers >= longest:
             return f"{kind} (of {plan.recompute_layers} blocks of each stage; none has more than {longest})"
         of = f"the first {counted(plan.recompute_layers, 'block')} of each stage"

@@ -7,10 +7,10 @@ room for blocks that are not recomputed, so a few of them are tried, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.plan.plan import Plan
+from shardwise.plan.stage_balance import longest_stage
 from shardwise.search.candidate import Candidate
 from shardwise.search.problem import SAID_TIE, SearchProblem
 
@@ -56,14 +56,17 @@ def _guesses(problem: SearchProblem, plan: Plan, time_of: TimeOf) -> Iterator[tu
     micro = plan.micro_batch or 1
     for parts in (n for n in SPLITS if micro % n == 0 and (n == 1 or problem.pins.micro_batch is None)):
         split = {"micro_batch": micro // parts, "grad_accum": plan.grad_accum * parts, "recompute": "full"}
-        low, high = 0, longest_stage(problem, plan)  # none does not fit, or it would be the candidate
+        low, high = (
+            0,
+            longest_stage(plan, problem.profile.num_blocks),
+        )  # none does not fit, or it would be the candidate
         while low < high:
             middle = (low + high) // 2
             if _screened(problem, plan.model_copy(update={**split, "recompute_layers": middle or 1})):
                 high = middle
             else:
                 low = middle + 1
-        if low < longest_stage(problem, plan):
+        if low < longest_stage(plan, problem.profile.num_blocks):
             found = plan.model_copy(update={**split, "recompute_layers": max(1, low)})
             yield time_of(problem, found), found
 
@@ -76,7 +79,7 @@ def _fewest(
     problem: SearchProblem, plan: Plan, cost_of: CostOf, time_of: TimeOf, *, under_s: float
 ) -> Candidate | None:
     """Return the plan with the fewest blocks that fits, from those of ``plan`` on; None where it is not faster."""
-    low, high, found = plan.recompute_layers or 1, longest_stage(problem, plan), None
+    low, high, found = plan.recompute_layers or 1, longest_stage(plan, problem.profile.num_blocks), None
     while low < high:
         middle = (low + high) // 2 if found is not None or low + 1 >= high else (low * 2 + high) // 3
         one = plan.model_copy(update={"recompute_layers": middle})
@@ -89,10 +92,3 @@ def _fewest(
         else:
             low = middle + 1
     return found
-
-
-def longest_stage(problem: SearchProblem, plan: Plan) -> int:
-    """Return the number of blocks of the longest pipeline stage."""
-    if plan.stage_blocks is not None:
-        return max(plan.stage_blocks)
-    return math.ceil(problem.profile.num_blocks / (plan.dims.pp * plan.virtual_stages))
