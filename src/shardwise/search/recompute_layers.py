@@ -53,20 +53,17 @@ def _fewer(problem: SearchProblem, candidate: Candidate, cost_of: CostOf, time_o
 
 def _guesses(problem: SearchProblem, plan: Plan, time_of: TimeOf) -> Iterator[tuple[float, Plan]]:
     """Yield plans with the fewest blocks that pass the lower bound, and their seconds."""
-    micro = plan.micro_batch or 1
+    micro, longest = plan.micro_batch or 1, longest_stage(plan, problem.profile.num_blocks)
     for parts in (n for n in SPLITS if micro % n == 0 and (n == 1 or problem.pins.micro_batch is None)):
         split = {"micro_batch": micro // parts, "grad_accum": plan.grad_accum * parts, "recompute": "full"}
-        low, high = (
-            0,
-            longest_stage(plan, problem.profile.num_blocks),
-        )  # none does not fit, or it would be the candidate
+        low, high = 0, longest  # with none it does not fit, or that would be the candidate
         while low < high:
             middle = (low + high) // 2
             if _screened(problem, plan.model_copy(update={**split, "recompute_layers": middle or 1})):
                 high = middle
             else:
                 low = middle + 1
-        if low < longest_stage(plan, problem.profile.num_blocks):
+        if low < longest:
             found = plan.model_copy(update={**split, "recompute_layers": max(1, low)})
             yield time_of(problem, found), found
 
