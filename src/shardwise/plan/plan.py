@@ -33,7 +33,6 @@ from shardwise.plan.tensor_types import (
     GradientType,
     Rounding,
     WeightType,
-    only_beside,
 )
 from shardwise.units import counted
 
@@ -232,34 +231,36 @@ def type_problems(plan: Plan) -> list[str]:
 
 def unrun_types(plan: Plan) -> list[str]:
     """Return why this version does not run the types of a plan, each with a fix; empty if it does."""
-    words, strategy = type_words(plan), plan.parsed
-    if not words:
+    return [line for _, line in _unrun_types(plan)]
+
+
+def _unrun_types(plan: Plan) -> list[tuple[str, str]]:
+    """Return the lines of `unrun_types`, each with what the types are not run beside; empty where they never are."""
+    if not (shown := " and ".join(type_words(plan))):
         return []
-    shown = " and ".join(words)
+    strategy, under = plan.parsed, f" under {plan.parsed}"
     if plan.program != TYPE_DEFAULTS["program"]:
-        return [f"{shown}: can be planned but is not run by this version; make a plan without it"]
+        return [("", f"{shown}: can be planned but is not run by this version; make a plan without it")]
     if plan.precision != "bf16":
-        return [f"{shown}: runs in bf16, and precision is {plan.precision}; set precision to bf16, or leave it out"]
+        fix = f"runs in bf16, and precision is {plan.precision}; set precision to bf16, or leave it out"
+        return [(f" in {plan.precision}", f"{shown}: {fix}")]
     if str(strategy) not in BARE_STRATEGIES:
-        able = ", ".join(BARE_STRATEGIES)
-        return [f"{shown}: runs under {able}, and is only planned for {strategy}; name one of them, or leave it out"]
+        fix = f"and is only planned for {strategy}; name one of them, or leave it out"
+        return [(under, f"{shown}: runs under {', '.join(BARE_STRATEGIES)}, {fix}")]
     if plan.weights == "masters" and plan.accumulate == "fp32" and not strategy.shards_parameters:
-        return [
-            f"weights = 'masters' under {strategy}: DDP's buckets have the weights' type, so fp32 gradients are not "
-            "accumulated; set accumulate = 'compute', or name zero2, fsdp or hsdp"
-        ]
+        line = f"weights = 'masters'{under}: DDP's buckets have the weights' type, so fp32 gradients are not "
+        return [(under, line + "accumulated; set accumulate = 'compute', or name zero2, fsdp or hsdp")]
     if plan.optimizer_in_backward:
-        return [f"{shown}: is not run with optimizer_in_backward; leave one of them out"]
+        beside = " with optimizer_in_backward"
+        return [(beside, f"{shown}: is not run{beside}; leave one of them out")]
     if plan.fp8 != "none" and plan.weights != "fp32":
-        return [
-            f"fp8 = '{plan.fp8}' with {WEIGHT_WORDS[plan.weights]}: a run casts fp32 weights to fp8; set weights to "
-            "fp32, or leave fp8 out"
-        ]
+        beside = f" with {WEIGHT_WORDS[plan.weights]}"
+        line = f"fp8 = '{plan.fp8}'{beside}: a run casts fp32 weights to fp8; set weights to fp32, or leave fp8 out"
+        return [(beside, line)]
     if plan.fp8 != "none" and plan.offload_activations:
-        return [
-            f"fp8 = '{plan.fp8}' with offload_activations is not run by this version: weights that are cast for a "
-            "product would be moved as if they were activations; leave one of them out"
-        ]
+        beside = " with offload_activations"
+        line = f"fp8 = '{plan.fp8}'{beside} is not run by this version: weights that are cast for a product would be "
+        return [(beside, line + "moved as if they were activations; leave one of them out")]
     return []
 
 
@@ -329,7 +330,7 @@ def runnable(plan: Plan) -> Plan:
 def not_runnable(plan: Plan) -> tuple[str, ...]:
     """Return what of ``plan`` this version only plans; empty if it runs."""
     words = [*plan.parsed.not_runnable, *(["precision fp8"] if plan.precision == "fp8" else [])]
-    words += [word + only_beside(str(plan.parsed), vars(plan)) for word in type_words(plan) if unrun_types(plan)]
+    words += [word + beside for beside, _ in _unrun_types(plan) for word in type_words(plan)]
     words += [f"objective {plan.objective} ({run_by})"] if (run_by := RUN_BY[plan.objective]) else []
     engine = engine_problems(plan) if plan.parsed.engine == "deepspeed" else []
     return (*words, *(line.partition(_PLANNED)[0] for line in engine if _PLANNED in line))

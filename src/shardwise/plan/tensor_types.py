@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 WeightType = Literal["fp32", "compute", "masters"]
 """Weights at rest: fp32; in the compute type without a wider copy (pure bf16); or so, with fp32 masters as state."""
@@ -24,12 +23,3 @@ TYPE_FIELDS = ("weights", "accumulate", "reduce", "rounding", "fp8")
 
 BARE_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 """Strategies under which `train` runs other types than the defaults."""
-
-
-def only_beside(strategy: str, plan: Mapping[str, Any]) -> str:
-    """Return beside what a plan's types are not run, where they are run otherwise; empty where they never are."""
-    if plan["program"] != "shardwise":
-        return ""
-    if strategy not in BARE_STRATEGIES:
-        return f" under {strategy}"
-    return "".join(f" with {name}" for name in ("optimizer_in_backward", "offload_activations") if plan[name])
