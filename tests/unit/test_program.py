@@ -227,8 +227,9 @@ def test_types_run_under_bare_strategies() -> None:
     plan = Plan(strategy="fsdp", precision="bf16", weights="compute", reduce="compute")
     assert not not_runnable(plan) and runnable(plan) == plan
     words = ("weights stored in the compute type", "gradients reduced in the compute type")
-    for change in ({"strategy": "fsdp+offload"}, {"precision": "fp16"}, {"strategy": "zero2+lora"}):
-        assert not_runnable(plan.model_copy(update=change)) == words
+    changes = {"under fsdp+offload": {"strategy": "fsdp+offload"}, "in fp16": {"precision": "fp16"}}
+    for beside, change in {**changes, "under zero2+lora": {"strategy": "zero2+lora"}}.items():
+        assert not_runnable(plan.model_copy(update=change)) == tuple(f"{word} {beside}" for word in words)
         with pytest.raises(PlanError, match=" and ".join(words)):
             runnable(plan.model_copy(update=change))
     assert not_runnable(plan.model_copy(update={"program": "torchtune"})) == ("--program torchtune", *words)

@@ -249,8 +249,8 @@ def gather_table(
         TrainingError: on all ranks, if they are in different operations, each waiting for the others to join; on
             this one, where others have left or did not come.
     """
-    if ranks.control is None:
-        return np.array([values], dtype=np.int64)
+    if ranks.control is None:  # one process, or a dry run of one rank: the others are as it is
+        return np.array([values] * ranks.world_size, dtype=np.int64)
     meeting = Meeting(values, ranks.control, what, limit_s=limit_s)
     meeting.wait(patient=patient)
     rows = meeting.rows()

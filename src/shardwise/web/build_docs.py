@@ -118,8 +118,9 @@ class Pages:
         path = (page.parent / name).resolve()
         if path == self.docs / "decisions":
             path = path / "index.md"
-        elif path.is_relative_to(self.docs):
-            return found[0]
+        elif path.is_relative_to(self.docs):  # its place is as before, but not that of a page from elsewhere
+            if page.is_relative_to(self.docs):
+                return found[0]
         elif path.suffix == ".md" and path.is_file():
             self._page(path)
         elif path.is_file() and (mark or (path.suffix in TEXT_FILES and page.is_relative_to(self.docs))):
