@@ -185,7 +185,7 @@ def time_plans(
     ``batches`` gives a rank's whole share of a global batch; each plan cuts it into its own micro batches. All ranks
     meet before each step, so that none is charged for another's wait.
     """
-    contenders = [_stepper(config, plan, factory, ranks) for plan in plans]
+    contenders = [stepper(config, plan, factory, ranks) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
     for turn in range(WARM_UP + steps):
         inputs, labels = next(batches)
@@ -203,7 +203,7 @@ def time_plans(
     return times
 
 
-def _stepper(
+def stepper(
     config: Config, plan: Plan, factory: Callable[[], nn.Module], ranks: Ranks
 ) -> Callable[[list[Batch]], float]:
     """A session of its own under ``plan``; calling it does one optimizer step."""
@@ -222,8 +222,7 @@ def _stepper(
     def step(window: list[Batch]) -> float:
         waiting.append(list(window))
         current = next(steps)
-        for micro in current:
-            current.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
+        current.run(model, token_loss_sum)
         return current.update(optimizer, clip_norm=config.optimizer.clip_norm).loss
 
     return step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from shardwise.cost.flops import mfu, palm_flops
 from shardwise.cost.memory.local_shapes import with_stages
+from shardwise.cost.time.collective_time import Calibration, LinkFit
 from shardwise.cost.time.estimate_time import Rates, step_time
 from shardwise.cost.time.layer_time import WorkSplit, unit_time
 from shardwise.cost.time.machine import machine_of
@@ -40,7 +42,22 @@ PARTS = (
     "offload_s",
     "host_s",
 )
-RATES = Rates(flops_per_s=5e10, bytes_per_s=1e10, launch_s=1e-5, alpha_s=1e-4, beta_bytes_per_s=1e9)
+KERNELS = ("copy", "pointwise", "norm", "loss", "adamw")
+
+
+def rates(flops_per_s: float = 5e10, bytes_per_s: float = 1e10) -> Rates:
+    """A device of one speed whatever the shape."""
+    sizes = (64.0, 1024.0)
+    curves = (*((name, tuple((size, size / bytes_per_s) for size in (1e4, 1e7))) for name in KERNELS),)
+    curves += (("attention", tuple((rows, 256 * rows**2 / flops_per_s) for rows in sizes)),)
+    return Rates(
+        products=tuple((m, k, n, 2 * m * k * n / flops_per_s) for m in sizes for k in sizes for n in sizes),
+        forward=curves,
+        backward=curves,
+        launch_s=1e-5,
+    )
+
+
 CPU = ClusterSpec(device="cpu", device_name="CPU", devices_per_node=2)
 
 
@@ -371,13 +388,36 @@ def test_measured_rates_take_the_place_of_the_table() -> None:
     tiny = model(layers=4, hidden=512, seq_len=64)
     with pytest.raises(PlanError, match="'CPU' has no known speed"):
         predict("ddp", CPU, tiny, precision="fp32")
-    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": RATES})
-    twice = Rates(**{name: getattr(RATES, name) for name in RATES.__slots__} | {"flops_per_s": 1e11})
-    assert predict("ddp", CPU, tiny, precision="fp32", options={"rates": twice}).compute_s < found.compute_s
+    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": rates()})
+    twice = predict("ddp", CPU, tiny, precision="fp32", options={"rates": rates(flops_per_s=1e11)})
+    slow = predict("ddp", CPU, tiny, precision="fp32", options={"rates": rates(bytes_per_s=1e9)})
+    assert twice.compute_s < found.compute_s < slow.compute_s and found.optimizer_s < slow.optimizer_s
     assert found.mfu is None and found.calibrated
     alone = CPU.model_copy(update={"devices_per_node": 1})
-    assert predict("ddp", alone, tiny, precision="fp32", options={"rates": RATES}).exposed_dp_s == 0
+    assert predict("ddp", alone, tiny, precision="fp32", options={"rates": rates()}).exposed_dp_s == 0
     assert found.exposed_dp_s > 0  # hidden traffic slows the cores that compute
+
+
+def test_measured_kernels_are_read_between_their_sizes() -> None:
+    measured = rates()
+    for shape in ((64, 64, 64), (100, 700, 256), (32, 4096, 100)):  # one rate: also between and beyond the shapes
+        assert measured.product_s(*shape) == pytest.approx(2.0 * math.prod(shape) / 5e10)
+    assert measured.kernel_s("copy", 1e5) == pytest.approx(1e5 / 1e10)
+    assert measured.kernel_s("copy", 1e9) == pytest.approx(1e9 / 1e10)
+    assert measured.kernel_s("copy", 10.0) == pytest.approx(1e4 / 1e10)  # the call itself
+    faster = replace(measured, products=tuple((m, k, n, s / (2 if m > 64 else 1)) for m, k, n, s in measured.products))
+    between = faster.product_s(256, 64, 64)
+    assert measured.product_s(256, 64, 64) / 2 < between < measured.product_s(256, 64, 64)
+    assert between == pytest.approx(2.0 * 256 * 64 * 64 / 5e10 / 2**0.5)  # halfway by logarithm
+
+
+def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
+    """A model below 25 MB sends a first bucket of 1 MiB, and the rest when its backward has ended."""
+    tiny = model(layers=8, hidden=256, seq_len=64)
+    slow = Calibration(fits=tuple(((kind, "node"), LinkFit(0.0, 1e7)) for kind in ("all_reduce", "all_gather")))
+    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": rates(), "calibration": slow})
+    sent_s = 4.0 * tiny.num_trainable / 1e7
+    assert 0.9 * sent_s < found.exposed_dp_s < 1.1 * sent_s
 
 
 def test_an_unknown_precision_or_link_is_said() -> None:

@@ -202,10 +202,15 @@ def measure_links(request: CommRequest, ranks: Ranks) -> None:
             console.print(f"measuring {text}", markup=False)
 
     found = bench_comm(request.plan, ranks, ladder(*request.sizes_bytes), request.seconds, log=log)
+    compute = {}
+    if ranks.device.type == "cpu":  # no table has these, and without them no time can be predicted
+        from shardwise.bench.comm.time_compute import time_compute
+
+        compute = {"compute": time_compute(ranks, log).model_dump(mode="json")}
     if ranks.is_main:
         from shardwise.bench.comm.comm_report import conclude
 
-        document = conclude(request.cluster, facts(request, ranks), found, request.output, console)
+        document = conclude(request.cluster, facts(request, ranks) | compute, found, request.output, console)
         if request.as_json:
             print(json.dumps(document))
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardwise.cost.compute_calibration import MeasuredCompute
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind, LinkFit, Measured
 from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
@@ -50,7 +51,10 @@ class MeasuredLink(BaseModel):
 
 
 class CalibrationFile(BaseModel):
-    """Calibration with its device, software and date. ``link`` is the interconnect of a node."""
+    """Calibration with its device, software and date. ``link`` is the interconnect of a node.
+
+    ``compute`` is of a CPU's ranks, whose speed no table has.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,6 +73,7 @@ class CalibrationFile(BaseModel):
     versions: dict[str, str] = {}
     strategy: str
     measured: tuple[MeasuredLink, ...]
+    compute: MeasuredCompute | None = None
 
     def to_toml(self) -> str:
         """Format as TOML."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.cost.link_calibration import CalibrationFile, check_calibration, covers, read_calibration
+from shardwise.cost.compute_calibration import MeasuredCompute
+from shardwise.cost.link_calibration import FIX, CalibrationFile, check_calibration, covers, read_calibration
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
@@ -20,6 +21,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 from shardwise.search.problem import Costs, default_costs
+from shardwise.units import counted
 
 SECONDS = (
     *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),
@@ -45,9 +47,19 @@ def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") 
         PlanError: they were measured on a different cluster.
     """
     notes = check_calibration(links, cluster, processor=processor_name(), name=name)
-    if cluster.device == "cpu":
-        return ["--calibration has no effect on this plan: how fast a CPU computes is unknown, and so is every time"]
+    if cluster.device == "cpu" and compute_of(links, cluster) is None:
+        measured = counted(links.devices_per_node, "rank")
+        why = f"measured with {measured} a node, and the plan has {cluster.devices_per_node}"
+        if links.compute is None:
+            why = "made by an earlier version, which did not measure how fast a CPU computes"
+        return [f"--calibration has no effect on this plan: it was {why}; {FIX} --nproc {cluster.devices_per_node}"]
     return [f"times are over {links.says()}", *notes]
+
+
+def compute_of(links: CalibrationFile, cluster: ClusterSpec) -> MeasuredCompute | None:
+    """Return what was measured of a CPU's ranks, if as many share the cores; None for GPUs, which are in a table."""
+    alike = cluster.device == "cpu" and links.devices_per_node == cluster.devices_per_node
+    return links.compute if alike else None
 
 
 def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) -> Costs:
@@ -69,14 +81,16 @@ def corrected_costs(cluster: ClusterSpec, links: CalibrationFile | None = None) 
 
 def _over(links: CalibrationFile, cluster: ClusterSpec) -> Costs:
     """Return the cost model over measured links, with their name in its calibration note."""
-    plain = default_costs(calibration=links.calibration())
+    compute = compute_of(links, cluster)
+    plain = default_costs(None if compute is None else compute.rates(), links.calibration())
 
     def step_time(profile: ModelProfile, plan: Plan, workload: Workload, cluster: ClusterSpec) -> StepTime:
         time = plain.step_time(profile, plan, workload, cluster)
         notes = "; ".join(part for part in (time.calibrated, links.says()) if part)
         return time.model_copy(update={"calibrated": notes})
 
-    return replace(plain, step_time=step_time, links_known=covers(links, cluster))
+    precisions = frozenset() if compute is None else frozenset({compute.precision})
+    return replace(plain, step_time=step_time, links_known=covers(links, cluster), measured=precisions)
 
 
 def _wrapped(plain: Costs, correction_of: Callable[[str], Correction | None]) -> Costs:

@@ -28,13 +28,15 @@ USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a
 class Costs:
     """Cost functions; tests replace them.
 
-    ``links_known``: all links were measured, so none is looked up in the catalogue.
+    ``links_known``: all links were measured, so none is looked up in the catalogue. ``measured`` are the precisions in
+    which the device itself was measured, for one that is in no table.
     """
 
     estimate: Callable[[ModelProfile, Plan, Workload, ClusterSpec], Estimate]
     peak_lower_bound: Callable[[ModelProfile, Plan, Workload], int]
     step_time: Callable[[ModelProfile, Plan, Workload, ClusterSpec], StepTime]
     links_known: bool = False
+    measured: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,14 @@ def default_costs(rates: Rates | None = None, calibration: Calibration | None = 
     return Costs(estimate=estimate, peak_lower_bound=peak_lower_bound, step_time=measured)
 
 
+def _is_timed(cluster: ClusterSpec, costs: Costs | None, precision: str) -> bool:
+    """Return whether the speed of the device and of its links is known, from the catalogue or measured."""
+    device = bool(cluster.gpu is not None and cluster.gpu.peak_flops) or (
+        costs is not None and precision in costs.measured
+    )
+    return device and ((costs is not None and costs.links_known) or not unknown_links(cluster))
+
+
 def ask(
     profile: ModelProfile,
     workload: Workload,
@@ -141,8 +151,10 @@ def ask(
         usable=usable_bytes(cluster),
         timed=rates is not None
         or bool(
-            cluster.gpu is not None
-            and cluster.gpu.peak_flops
+            (
+                (costs is not None and precision in costs.measured)
+                or (cluster.gpu is not None and cluster.gpu.peak_flops)
+            )
             and ((costs is not None and costs.links_known) or not unknown_links(cluster))
         ),
         only_runnable=only_runnable,

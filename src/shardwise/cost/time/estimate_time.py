@@ -15,7 +15,7 @@ Not modelled: data loading, evaluation, checkpoints, other jobs on the network, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -56,6 +56,7 @@ CONTENTION = 0.15  # seconds that computation grows by for each second of hidden
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
+FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
 # source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
@@ -320,6 +321,8 @@ def _stages(
         traffic=traffic,
         contention=rates.contention if rates is not None else CONTENTION,
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
+        gathers_ahead=rates is None,
+        buckets=None if rates is None else _buckets(cluster, rates, calibration, parsed, dims, wires),
     )
     number = len(model.units)
     found = [index for index, block in enumerate(pieces.blocks[:number]) if block]
@@ -338,6 +341,22 @@ def _stages(
             made[key] = stage_time(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
         out.append(made[key])
     return tuple(out)
+
+
+def _buckets(
+    cluster: Same[ClusterSpec],
+    rates: Rates | None,
+    calibration: Calibration | None,
+    strategy: Strategy,
+    dims: ParallelDims,
+    wires: Wires,
+) -> tuple[Callable[[float], float], float, float] | None:
+    """Return the seconds of DDP's buckets and their sizes; None where gradients are not reduced in buckets."""
+    if strategy.base not in ("ddp", "zero1") or wires.copies == "units":
+        return None
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
+    ranks, inner = dims.dp * dims.cp, max(1, cluster.value.devices_per_node // dims.tp)
+    return lambda size: machine.collective_s("all_reduce", size, ranks, inner), FIRST_BUCKET, BUCKET
 
 
 def _recomputed(blocks: list[tuple[int, int]], layers: int | None, number: int) -> list[tuple[int, int]]:
@@ -404,6 +423,7 @@ def _traffic(
     return WireTime(
         gather_s=one.gather_s + other.gather_s,
         reduce_s=one.reduce_s + other.reduce_s,
+        bucket_bytes=one.bucket_bytes + other.bucket_bytes,
         copy_forward_s=one.copy_forward_s + other.copy_forward_s,
         copy_backward_s=one.copy_backward_s + other.copy_backward_s,
     )
@@ -441,6 +461,7 @@ def _unit_traffic(
         cast = weights.elements - (weights.in_fp8 if wires.fp8 else 0.0)  # a product in fp8 casts the weight itself
         return WireTime(
             reduce_s=reduce,
+            bucket_bytes=sent * weights.trainable,
             copy_forward_s=machine.memory_s(casts * cast),
             copy_backward_s=machine.memory_s(again * casts * cast + (casts + add) * weights.trainable),
         )

@@ -241,7 +241,9 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
         if op.experts:
             return _experts_s(machine, op, depth, columns, split, precision)
         if op.kind == "conv":
-            return _convolution_s(machine, op, rows, depth, columns, precision, _moved_s(machine, unit, op, split))
+            return _convolution_s(
+                machine, op, rows, depth, columns, precision, machine.memory_s(_moved_bytes(unit, op, split))
+            )
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
         if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
             weights = depth * columns if split.casts_weights else 0.0
@@ -253,9 +255,9 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
         return ahead, back
     if op.kind == "attention":
         return _attention_s(machine, op, split, backward=False), _attention_s(machine, op, split, backward=True)
-    moved = _moved_s(machine, unit, op, split)
     linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
-    return moved, moved * (LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0))
+    again = LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0)
+    return machine.op_s("linear" if linear else op.kind, _moved_bytes(unit, op, split), again)
 
 
 def _recipe_s(
@@ -341,7 +343,7 @@ def _products_s(
     return machine.matmul_s(rows, depth, columns, precision), back
 
 
-def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
+def _moved_bytes(unit: Unit, op: Op, split: WorkSplit) -> float:
     width = COMPUTE_BYTES[split.precision]
     full = op.tp_sharding == "none" or (op.tp_sharding == "sequence" and not shards_sequence(unit, split))
     full = full or (op.kind == "loss" and not split.loss_parallel)
@@ -352,7 +354,7 @@ def _moved_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> float:
         moved = COMPILED_MOVES * op.moved * width
     else:
         moved = op.moved * width + op.moved_fp32 * 4
-    return machine.memory_s(moved * split.micro / share)
+    return moved * split.micro / share
 
 
 def shards_sequence(unit: Unit, split: WorkSplit) -> bool:

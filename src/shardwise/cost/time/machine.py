@@ -6,8 +6,12 @@ with gloo among them) has only the values that a probe measured: `Rates`.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.cost.time import collective_time as collectives
 from shardwise.cost.time import kernels
@@ -22,6 +26,7 @@ from shardwise.hardware.gpus import GpuSpec, constants_of
 MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
 # For generations without a published step (`Generation.in_step`): the middle of those there are.
 IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
+HEAD_DIM = 64  # of the attention that `Rates` has
 POWER_EXPONENT = 0.5  # of the rate lost to a lack of power; from the 500 W H100 against the 700 W one
 FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
 FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
@@ -36,21 +41,68 @@ FP8_SHARD_CAST_BYTES = 21.0  # of an fp32 shard whose scale is known: times the 
 FP8_ROWWISE = 1.3
 
 
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), rising
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speed of one device and of a collective.
+    """Measured seconds of a device's kernels, in fp32: see `cost.compute_calibration`.
 
-    Of the device: sustained matrix FLOP/s, bytes/s of streaming memory, seconds to start an operation; of a collective:
-    seconds of each step, and bytes/s out of a rank. ``contention`` is the fraction of hidden communication that slows
-    the computation; 1 where both run on the same cores, as with gloo.
+    ``products`` are (m, k, n, seconds) on a full grid of shapes. ``forward`` and ``backward`` are curves by kernel over
+    the bytes that it moves, for attention over the rows of one head of `HEAD_DIM`. ``launch_s`` starts an operation.
+    ``contention`` is the fraction of hidden communication that slows the computation; 1 where both run on the same
+    cores and the link is as fast as they are.
     """
 
-    flops_per_s: float
-    bytes_per_s: float
+    products: tuple[tuple[float, float, float, float], ...]
+    forward: tuple[tuple[str, Curve], ...]
+    backward: tuple[tuple[str, Curve], ...]
     launch_s: float = 0.0
-    alpha_s: float = 0.0
-    beta_bytes_per_s: float | None = None
     contention: float = 1.0
+
+    def product_s(self, m: float, k: float, n: float) -> float:
+        """Seconds of a product, at the FLOP rate between those of the shapes around it."""
+        grid, rate = _grid(self.products), 0.0
+        places = [_place(axis, size) for axis, size in zip(grid.axes, (m, k, n), strict=True)]
+        for (h, a), (i, b), (j, c) in itertools.product(*places):
+            rate += a * b * c * grid.log_rates[h, i, j]
+        return 2.0 * m * k * n / math.exp(rate)
+
+    def kernel_s(self, kernel: str, size: float, *, backward: bool = False) -> float:
+        """Seconds of a kernel at ``size``, on the curve; in proportion beyond its end, and no less than its start."""
+        curve = dict(self.backward if backward else self.forward)[kernel]
+        if size <= curve[0][0]:
+            return curve[0][1]
+        index = next((i for i, (x, _) in enumerate(curve) if x >= size), 0)
+        if not index:
+            return curve[-1][1] * size / curve[-1][0]
+        (x, y), (to_x, to_y) = curve[index - 1 : index + 1]
+        part = math.log(size / x) / math.log(to_x / x)
+        return float(y * (to_y / y) ** part)
+
+
+class _Grid(NamedTuple):
+    axes: tuple[tuple[float, ...], ...]
+    log_rates: dict[tuple[int, int, int], float]
+
+
+@lru_cache(maxsize=8)
+def _grid(products: tuple[tuple[float, float, float, float], ...]) -> _Grid:
+    axes = tuple(tuple(sorted({row[axis] for row in products})) for axis in range(3))
+    log_rates = {
+        (axes[0].index(m), axes[1].index(k), axes[2].index(n)): math.log(2.0 * m * k * n / seconds)
+        for m, k, n, seconds in products
+    }
+    return _Grid(axes, log_rates)
+
+
+def _place(axis: tuple[float, ...], size: float) -> list[tuple[int, float]]:
+    """Return the neighbours of ``size`` on an axis and their weights, by logarithm; the end's beyond it."""
+    index = bisect.bisect_left(axis, size)
+    if index == 0 or index == len(axis):
+        return [(min(index, len(axis) - 1), 1.0)]
+    part = math.log(size / axis[index - 1]) / math.log(axis[index] / axis[index - 1])
+    return [(index - 1, 1.0 - part), (index, part)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +119,7 @@ class Machine:
         if not (m and k and n):
             return 0.0
         if self.rates is not None:
-            return 2.0 * batch * m * k * n / self.rates.flops_per_s
+            return batch * self.rates.product_s(m, k, n)
         assert self.gpu is not None
         m, k, n = math.ceil(m), math.ceil(k), math.ceil(n)
         seconds = kernels.matmul_s(self.gpu, m, k, n, precision=precision, batch=batch, operands=operands)
@@ -100,8 +152,8 @@ class Machine:
     ) -> float:
         """Seconds of one attention over all rows, forward or backward."""
         if self.rates is not None:
-            flops = 4.0 * batch * heads * head_dim * rows * rows * (0.5 if causal else 1.0)
-            return flops * (2.5 if backward else 1.0) / self.rates.flops_per_s
+            of_one = self.rates.kernel_s("attention", rows, backward=backward) * head_dim / HEAD_DIM
+            return batch * heads * of_one * (1.0 if causal else 2.0)
         assert self.gpu is not None
         return (
             power_factor(self.gpu)
@@ -125,9 +177,26 @@ class Machine:
         if moved_bytes <= 0:
             return 0.0
         if self.rates is not None:
-            return moved_bytes / self.rates.bytes_per_s
+            return self.rates.kernel_s("copy", moved_bytes)
         assert self.gpu is not None
         return kernels.memory_s(self.gpu, moved_bytes) * in_step(self.gpu)[2]
+
+    def op_s(self, kind: str, moved_bytes: float, backward_moves: float) -> tuple[float, float]:
+        """Seconds of a memory-bound op forward and backward, of which backward moves so many times as much."""
+        if self.rates is None or not moved_bytes:
+            ahead = self.memory_s(moved_bytes)
+            return ahead, ahead * backward_moves
+        kernel = kind if kind in ("norm", "loss", "pointwise") else "copy"
+        if kernel == "copy":
+            return self.memory_s(moved_bytes), self.memory_s(moved_bytes * backward_moves)
+        ahead, back = (self.rates.kernel_s(kernel, moved_bytes, backward=after) for after in (False, True))
+        return ahead, back
+
+    def optimizer_s(self, moved_bytes: float) -> float:
+        """Seconds of an optimizer step that moves ``moved_bytes``."""
+        if self.rates is None or not moved_bytes:
+            return self.memory_s(moved_bytes)
+        return self.rates.kernel_s("adamw", moved_bytes)
 
     def launch_s(self) -> float:
         """Seconds of host time that eager PyTorch needs to start one operation."""
@@ -143,13 +212,10 @@ class Machine:
     def collective_s(self, kind: CollectiveKind, message_bytes: float, ranks: int, per_node: int) -> float:
         """Seconds of a collective over ``ranks``, of which ``per_node`` share a node.
 
-        Message sizes are those of nccl-tests. Measured rates describe a ring: (n − 1) steps, twice for an all-reduce.
+        Message sizes are those of nccl-tests.
         """
         if ranks <= 1 or message_bytes <= 0:
             return 0.0
-        if self.rates is not None and self.rates.beta_bytes_per_s is not None:
-            turns = {"all_reduce": 2.0, "send": ranks / (ranks - 1)}.get(kind, 1.0) * (ranks - 1)
-            return turns * (self.rates.alpha_s + message_bytes / ranks / self.rates.beta_bytes_per_s)
         group = Group(ranks, min(ranks, per_node))
         sharing = max(1, self.cluster.devices_per_node // group.per_node) if group.per_node < ranks else 1
         return collectives.collective_s(

@@ -83,7 +83,7 @@ def update_s(
     clip = machine.memory_s(CLIP_MOVES * held)
     trainable += experts
     if not (strategy.offload or strategy.nvme) or plan.device == "cpu":
-        return machine.memory_s(moves * stepped) + clip, after, 0.0
+        return machine.optimizer_s(moves * stepped) + clip, after, 0.0
     pcie = machine.gpu.pcie.bytes_per_s if machine.gpu is not None and machine.gpu.pcie is not None else None
     if pcie is None:
         return math.nan, after, math.nan

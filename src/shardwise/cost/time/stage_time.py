@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.cost.time.layer_time import UnitTime
@@ -17,10 +17,14 @@ HOST_POWER = 6.0
 
 @dataclass(frozen=True, slots=True)
 class WireTime:
-    """Seconds of one unit's data-parallel collectives and of their copies on the compute stream."""
+    """Seconds of one unit's data-parallel collectives and of their copies on the compute stream.
+
+    ``bucket_bytes`` of gradients are reduced with those of other units.
+    """
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
+    bucket_bytes: float = 0.0
     copy_forward_s: float = 0.0
     copy_backward_s: float = 0.0
 
@@ -57,7 +61,11 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """Components of stages: for each unit whether it is a block, its seconds and its traffic."""
+    """Components of stages: for each unit whether it is a block, its seconds and its traffic.
+
+    ``gathers_ahead``: a forward gathers the next unit while one computes. ``buckets`` has the seconds of a bucket of so
+    many bytes, and the sizes of the first and of the others; None where each unit is reduced alone.
+    """
 
     strategy: Strategy
     sharded: bool  # units are gathered for use
@@ -68,6 +76,8 @@ class StageParts:
     traffic: tuple[WireTime, ...]
     contention: float
     tp_share: float
+    gathers_ahead: bool = True
+    buckets: tuple[Callable[[float], float], float, float] | None = None
 
 
 def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTime:
@@ -115,7 +125,8 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         sync_gather = elapsed_s(ahead, contention=contention)
         ahead = [UnitRun(run.count, run.compute_s) for run in ahead]
         sync_gather -= elapsed_s(ahead)
-    forward_s = elapsed_s(ahead, contention=contention)
+    last = _bucketed(last, [pieces.traffic[index].bucket_bytes for _, index in units], pieces.buckets)
+    forward_s = elapsed_s(ahead, contention=contention, ahead=pieces.gathers_ahead)
     backward_s = elapsed_s(reversed(back), contention=contention)
     return StageTime(
         forward_s=forward_s,
@@ -130,6 +141,27 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         host_backward_s=host_backward,
         ahead_s=(compute_ahead, tp_ahead, cp_ahead, ep_ahead),
     )
+
+
+def _bucketed(
+    runs: list[UnitRun], sent: Sequence[float], buckets: tuple[Callable[[float], float], float, float] | None
+) -> list[UnitRun]:
+    """Reduce the gradients of units, last unit first, in buckets: one is sent when it is full, or at the end."""
+    if buckets is None:
+        return runs
+    seconds, limit, others = buckets
+    found: list[UnitRun] = []
+    pending = 0.0
+    for run, size in zip(reversed(runs), reversed(sent), strict=True):
+        for _ in range(run.count):
+            reduce_s, pending = 0.0, pending + size
+            while pending >= limit:
+                reduce_s, pending, limit = reduce_s + seconds(limit), pending - limit, others
+            found.append(UnitRun(1, run.compute_s, run.gather_s, reduce_s))
+    if pending and found:
+        end = found[-1]
+        found[-1] = UnitRun(1, end.compute_s, end.gather_s, end.reduce_s + seconds(pending))
+    return found[::-1]
 
 
 def take(blocks: Sequence[tuple[int, int]], start: int, count: int) -> list[tuple[int, int]]:
