@@ -63,7 +63,7 @@ def merge_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
             known = tensors.setdefault(name, (dtype, shape, {}))
             if known[:2] != (dtype, shape):
                 odd = odd or f"{name} has another shape or dtype on rank {rank} than on others"
-            if box:
+            elif box:
                 one = Box(tuple(box[0]), tuple(box[1]))
                 known[2].setdefault((one.offsets, one.lengths), (one, rank, made))
     merged: dict[str, dict[str, Any]] = {}
