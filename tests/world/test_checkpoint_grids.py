@@ -85,8 +85,13 @@ def test_damaged_tables_are_named_on_all_ranks(saved: tuple[Path, list[list[str]
         assert f"'{table}' is damaged: its bytes are not those that were written" in errors[0]
         assert f"'{table}' cannot be read: No such file or directory" in errors[1]
     assert not verify_checkpoint(saved[0] / "listed").damage
-    found = [str(damage) for damage in verify_checkpoint(saved[0] / "grids").damage]
-    assert any("rank-00001.hashes.json" in line for line in found)
+    file = table.with_name("rank-00000.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found = verify_checkpoint(saved[0] / "grids").damage
+    assert [(damage.file, damage.what) for damage in found] == [
+        (table.name, "cannot be read: No such file or directory"),
+        (file.name, "bytes are not those that were saved"),
+    ], "what else is damaged is found, too"
 
 
 def test_grids_into_any_strategy(tmp_path: Path) -> None:
