@@ -105,7 +105,7 @@ def reports(folder: Path, *, without: int = -1) -> list[dict[str, Any]]:
         (folder / file).touch()
         part = merge_rows([{name: row[name] for name in mine} for row in rows])
         base = {"rank": rank, "file": file, "size": 0, "entries": {}, "scalars": {}, "aliases": {}}
-        found.append({**base, "groups": [] if rank == 0 else None, "table": "xxh3-128:0", **part})
+        found.append({**base, "order": [*SHAPES], "groups": [] if rank == 0 else None, "table": "xxh3-128:0", **part})
     return found
 
 
