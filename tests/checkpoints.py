@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.checkpoint import spread_report
 from shardwise.checkpoint.format import LATEST, MANIFEST, Manifest, OptimizerEntry, ParamGroup, step_folder
 from shardwise.checkpoint.shard_files import TensorFile, code_of
 from shardwise.checkpoint.storage.local_storage import Folder, write_small
 from shardwise.plan.plan import Plan
 
 PARAMETERS = {"embed.weight": (7, 4), "blocks.0.weight": (4, 6), "blocks.1.weight": (4, 6), "scale": ()}
+
+
+def save_as_many(many: bool) -> None:
+    """Let this rank save as 32 ranks and more do (schema 3), every tensor as a grid; or again as few."""
+    spread_report.SPREAD, spread_report.LISTED = (1, 0) if many else (32, 4)
 
 
 def full_tensors() -> dict[str, torch.Tensor]:

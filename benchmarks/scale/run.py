@@ -367,7 +367,7 @@ def merged_by_owners(world: int, report: dict[str, Any], clock: Clock) -> list[s
         owned[zlib.crc32(name.encode()) % world][name] = alike[kind]
     texts = []
     for rank, part in enumerate(owned):
-        sent = report | {"entries": {}, "scalars": {}, "odd": "", "merged": part}
+        sent = report | {"entries": {}, "scalars": {}, "odd": "", "order": [], "merged": part}
         if rank:
             sent |= {"rank": rank, "file": f"rank-{rank:05d}.safetensors", "table": HASH, "groups": None, "aliases": {}}
         texts.append(json.dumps(sent))

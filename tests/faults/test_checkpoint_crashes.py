@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.format import newest
 from shardwise.checkpoint.messages import gather_counts
 from shardwise.errors import CheckpointError, UserError
+from tests.checkpoints import save_as_many
 from tests.faults.disk import (
     assert_goes_on,
     assert_good,
@@ -101,6 +102,7 @@ def test_what_a_kill_would_leave_at_every_call(earlier: Path, async_save: bool) 
 
 def photographed(root: str, async_save: bool) -> None:
     rank, folder, album = dist.get_rank(), Path(root) / "run", Path(root) / "album"
+    save_as_many(async_save)
     save(folder, 10)
     dist.barrier()
     with every_call(photograph(folder, album, f"rank-{rank}")):
@@ -122,6 +124,7 @@ def test_what_a_kill_of_two_ranks_would_leave(tmp_path: Path, async_save: bool) 
 
 def killed_in_a_world(root: str, victim: int, nth: int, async_save: bool) -> None:
     folder = Path(root)
+    save_as_many(async_save)
     save(folder, 10)
     dist.barrier()
     if dist.get_rank() == victim:
@@ -243,6 +246,7 @@ def test_an_error_at_every_call(earlier: Path, code: int) -> None:
 
 def errors_of_two_ranks(root: str, async_save: bool) -> int:
     rank, failed = dist.get_rank(), 0
+    save_as_many(async_save)
     save(Path(root) / "earlier", 10)
     with every_call(no_act) as seen:
         save(Path(root) / "earlier", 20)

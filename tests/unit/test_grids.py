@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import MANIFEST, Manifest, read_manifest
 from shardwise.checkpoint.grid import Grid, grid_of, runs_of
+from shardwise.checkpoint.inspect import readable_shards
 from shardwise.checkpoint.save_report import ManifestHead, merged
 from shardwise.checkpoint.spread_report import merge_rows, write_table
 from shardwise.errors import CheckpointError
@@ -38,7 +39,7 @@ def test_a_grid_is_the_list_of_its_boxes() -> None:
         shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(0, 3)))
         begins = [sorted({0, *draw.choices(range(size), k=draw.randint(0, 4))}) for size in shape]
         boxes = cut(shape, begins)
-        files = [draw.randint(0, 5) for _ in boxes]
+        files = draw.sample(range(500), len(boxes))
         pairs = [*zip(boxes, files, strict=True)]
         draw.shuffle(pairs)
         grid = grid_of(shape, pairs)
@@ -61,6 +62,7 @@ def test_a_grid_is_the_list_of_its_boxes() -> None:
             assert grid_of(shape, hole) is None or len(shape) == 0, "a cell is missing"
             longer = [(Box(pairs[0][0].offsets, tuple(n + 1 for n in pairs[0][0].lengths)), 0), *hole]
             assert grid_of(shape, longer) is None
+            assert grid_of(shape, [(box, 0) for box in boxes]) is None, "a file has one tensor of a name"
 
 
 def test_runs() -> None:
@@ -103,7 +105,7 @@ def reports(folder: Path, *, without: int = -1) -> list[dict[str, Any]]:
         (folder / file).touch()
         part = merge_rows([{name: row[name] for name in mine} for row in rows])
         base = {"rank": rank, "file": file, "size": 0, "entries": {}, "scalars": {}, "aliases": {}}
-        found.append({**base, "groups": [] if rank == 0 else None, "table": "xxh3-128:0", **part})
+        found.append({**base, "order": [*SHAPES], "groups": [] if rank == 0 else None, "table": "xxh3-128:0", **part})
     return found
 
 
@@ -132,6 +134,12 @@ def test_a_thousand_ranks_have_a_small_manifest(tmp_path: Path) -> None:
         shards[701]
     with pytest.raises(CheckpointError, match=r"rank-00702\.hashes\.json' is damaged: it is no table of hashes"):
         shards[702]
+    files, damage = readable_shards(tmp_path, again)
+    assert {file: len(found) for file, found in files.items()} == {given[700]["file"]: len(SHAPES)}
+    assert [one.file for one in damage] == [f"rank-{rank:05d}.hashes.json" for rank in range(WORLD) if rank != 700]
+    assert str(damage[0]).startswith("rank-00000.hashes.json: cannot be read: No such file or directory (model/")
+    without = again.model_copy(update={"tensors": {}})
+    assert len(readable_shards(tmp_path, without)[1]) == WORLD - 1, "tables that no grid needs are read, too"
 
 
 def test_a_rank_that_wrote_nothing_is_missed(tmp_path: Path) -> None:
@@ -149,6 +157,9 @@ def test_a_rank_that_wrote_nothing_is_missed(tmp_path: Path) -> None:
 def test_a_difference_between_ranks_is_named() -> None:
     rows = [{"a": ["F32", [2], [[0], [1]], "x"]}, {"a": ["F32", [3], [[1], [1]], "x"]}]
     assert merge_rows(rows)["odd"] == "a has another shape or dtype on rank 1 than on others"
+    rows = [{"a": ["F32", [8, 2], [[rank, 0], [1, 2]], "x"]} for rank in range(5)]
+    rows.append({"a": ["F32", [8], [[5], [1]], "x"]})
+    assert merge_rows(rows)["odd"] == "a has another shape or dtype on rank 5 than on others"
 
 
 def test_grids_outside_of_their_tensor_or_files(tmp_path: Path) -> None:
@@ -160,6 +171,11 @@ def test_grids_outside_of_their_tensor_or_files(tmp_path: Path) -> None:
         ({"shape": [8, 64]}, "reaches outside"),
         ({"shape": [8192]}, "a grid of 2 dimensions"),
         ({"grid": {**one["grid"], "files": [[1, 1, WORLD]]}}, "in file 1024 of 1024"),
+        ({"grid": {**one["grid"], "files": [[0, 1, WORLD - 1], [7, 0, 1]]}}, "1024 cells has several in one file"),
+        (
+            {"shape": [1 << 26, 64], "grid": {"begins": [[[0, 1, 1 << 26]], [[0, 0, 1]]], "files": [[0, 0, 1 << 26]]}},
+            "67108864 cells has several in one file",
+        ),
     ):
         changed = {**document, "tensors": {**document["tensors"], "model/blocks.0.w0": {**one, **change}}}
         with pytest.raises(ValidationError, match=says):

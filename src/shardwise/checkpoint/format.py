@@ -94,7 +94,7 @@ class HashTables:
         self.folder: Folder | None = None
         self._hashes = hashes
         self._lock = threading.Lock()
-        self._read: dict[str, dict[str, str]] = {}
+        self._read: dict[str, dict[str, str] | str] = {}  # or why it cannot be read
 
     def __eq__(self, other: object) -> bool:  # two manifests are equal wherever they lie
         return isinstance(other, HashTables) and self._hashes == other._hashes
@@ -105,13 +105,26 @@ class HashTables:
         Raises:
             CheckpointError: the table is missing or damaged.
         """
+        table = self._kept(file)
+        if isinstance(table, str):
+            raise CheckpointError(table)
+        if key not in table:
+            raise CheckpointError(f"'{self._path(file)}' is damaged: {key} is not in it; load an earlier checkpoint")
+        return table[key]
+
+    def fault_of(self, file: str) -> str:
+        """Return why the table of ``file`` cannot be read; empty where it can."""
+        table = self._kept(file)
+        return table if isinstance(table, str) else ""
+
+    def _kept(self, file: str) -> dict[str, str] | str:
         with self._lock:
             if file not in self._read:
-                self._read[file] = self._table(file)
-            found = self._read[file].get(key)
-        if found is None:
-            raise CheckpointError(f"'{self._path(file)}' is damaged: {key} is not in it; load an earlier checkpoint")
-        return found
+                try:
+                    self._read[file] = self._table(file)
+                except CheckpointError as error:
+                    self._read[file] = str(error)
+            return self._read[file]
 
     def _path(self, file: str) -> Folder:
         assert self.folder is not None  # set where a manifest is read
@@ -160,13 +173,27 @@ class GridShards(Sequence[Shard]):
             return [self[one] for one in range(*at.indices(len(self)))]
         if not 0 <= at < len(self):
             raise IndexError(at)
+        return self._shard(at, self.grid.box(at, self._shape), self.grid.file(at))
+
+    def _shard(self, at: int, box: Box, number: int) -> Shard:
         if at not in self.made:
-            box, file = self.grid.box(at, self._shape), self._tables.files[self.grid.file(at)]
+            file = self._tables.files[number]
             made = self._tables.hash_of(file, self._key)
             self.made[at] = Shard.model_construct(
                 file=file, key=self._key, offsets=box.offsets, lengths=box.lengths, hash=made
             )
         return self.made[at]
+
+    def readable(self) -> tuple[list[Shard], list[str]]:
+        """Return all shards but those whose hashes cannot be read, and the files of these."""
+        found: list[Shard] = []
+        lost: list[str] = []
+        for at, (box, number) in enumerate(self.grid.placed(self._shape)):
+            try:
+                found.append(self._shard(at, box, number))
+            except CheckpointError:
+                lost.append(self._tables.files[number])
+        return found, lost
 
     def __eq__(self, other: object) -> bool:
         own = (self.grid, self._shape, self._key, self._tables)
@@ -284,6 +311,10 @@ class Manifest(BaseModel):
     def stored_in(self, folder: Folder) -> None:
         """Set the folder of the checkpoint, where its tables are."""
         self._tables.folder = folder
+
+    def table_fault(self, file: str) -> str:
+        """Return why the table of hashes of ``file`` cannot be read; empty where it can, and in schemas 1 and 2."""
+        return self._tables.fault_of(file) if file in self.files else ""
 
     @model_validator(mode="after")
     def _aliases_lead_somewhere(self) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -31,7 +31,8 @@ Runs = tuple[Run, ...]
 class Grid(BaseModel):
     """Cells of a tensor: where they begin in each dimension, and the file of each, the last dimension fastest.
 
-    A cell ends where the next one begins, so that the cells cover the tensor exactly once.
+    A cell ends where the next one begins, so that the cells cover the tensor exactly once. Each lies in a file of its
+    own, since a file has one tensor of a name.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,7 +76,11 @@ class Grid(BaseModel):
             start, step, count = runs[-1]
             if start + step * (count - 1) >= size:
                 return f"a grid reaches outside of {shape}"
-        return "" if self.last_file < num_files else f"a grid is in file {self.last_file} of {num_files}"
+        if self.last_file >= num_files:
+            return f"a grid is in file {self.last_file} of {num_files}"
+        if self.cells > num_files or not _differ(self.files):  # the files bound the memory that a grid asks for
+            return f"a grid of {self.cells} cells has several in one file"
+        return ""
 
     def file(self, cell: int) -> int:
         """Return the number of the file of a cell."""
@@ -92,6 +97,15 @@ class Grid(BaseModel):
             offsets.append(int(begins[at]))
             lengths.append((int(begins[at + 1]) if at + 1 < len(begins) else size) - offsets[-1])
         return Box(tuple(offsets), tuple(lengths))
+
+    def placed(self, shape: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
+        """Yield the box of each cell in a tensor of ``shape``, and the number of its file, in order."""
+        spans = []
+        for runs, size in zip(self.begins, shape, strict=True):
+            begins = _numbers(runs).tolist()
+            spans.append([(at, end - at) for at, end in itertools.pairwise([*begins, size])])
+        for cell, file in zip(itertools.product(*spans), _numbers(self.files).tolist(), strict=True):
+            yield Box(tuple(at for at, _ in cell), tuple(length for _, length in cell)), file
 
     def overlapping(self, box: Box) -> list[int]:
         """Return the cells that overlap ``box``, in order."""
@@ -123,7 +137,7 @@ def grid_of(shape: tuple[int, ...], boxes: Sequence[tuple[Box, int]]) -> Grid | 
         if any(end[at] != at + n for end, at, n in zip(ends, box.offsets, box.lengths, strict=True)):
             return None
         files[box.offsets] = file
-    if len(files) != len(boxes):
+    if len(files) != len(boxes) or len({*files.values()}) != len(boxes):
         return None
     return Grid(begins=tuple(map(runs_of, begins)), files=runs_of([files[at] for at in itertools.product(*begins)]))
 
@@ -149,3 +163,11 @@ def _numbers(runs: Runs) -> npt.NDArray[np.int64]:
     import numpy as np
 
     return np.concatenate([start + step * np.arange(count, dtype=np.int64) for start, step, count in runs])
+
+
+@lru_cache(maxsize=256)
+def _differ(runs: Runs) -> bool:
+    import numpy as np
+
+    numbers = _numbers(runs)
+    return len(np.unique(numbers)) == len(numbers)

@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.checkpoint.format import (
     ITEMSIZES,
     MANIFEST,
+    GridShards,
     Manifest,
     Shard,
     checkpoint_in,
@@ -124,7 +125,7 @@ def inspect_checkpoint(place: str | Folder) -> Inspection:
         return Inspection(kind, str(own), sizes=file_sizes(own), others=others, damage=[damage])
     sizes = file_sizes(own)
     lines, rng = _lines(manifest)
-    files, lost = readable_shards(manifest)
+    files, lost = readable_shards(own, manifest)
     return Inspection(
         kind,
         str(own),
@@ -157,22 +158,26 @@ def find_own(path: Folder) -> Folder | None:
     return path if unfinished else None
 
 
-def readable_shards(manifest: Manifest) -> tuple[dict[str, list[tuple[Shard, int]]], list[Damage]]:
-    """Map each file name to its shards as `shards_by_file`; of a damaged table of hashes there are none."""
-    try:
-        return shards_by_file(manifest), []
-    except CheckpointError as error:
-        return {}, [Damage(MANIFEST, f"the hashes of its shards: {error}".removesuffix("; load an earlier checkpoint"))]
+def readable_shards(folder: Folder, manifest: Manifest) -> tuple[dict[str, list[tuple[Shard, int]]], list[Damage]]:
+    """Map each file name to its shards, each with its bytes; and list the damaged tables of hashes.
 
-
-def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[Shard, int]]]:
-    """Map each file name to its shards, each with its bytes."""
+    The shards whose hashes are lost with a table are left out. All tables are read, those that no grid needs too.
+    """
     found: dict[str, list[tuple[Shard, int]]] = defaultdict(list)
-    for entry in manifest.tensors.values():
+    lost: dict[str, list[str]] = {file: [] for file in manifest.files if manifest.table_fault(file)}
+    for name, entry in manifest.tensors.items():
         itemsize = ITEMSIZES[entry.dtype]
-        for shard in entry.shards:
+        shards, without = entry.shards.readable() if isinstance(entry.shards, GridShards) else (entry.shards, [])
+        for shard in shards:
             found[shard.file].append((shard, math.prod(shard.lengths) * itemsize))
-    return dict(found)
+        for file in without:
+            lost.setdefault(file, []).append(name)
+    damage = []
+    for file, names in lost.items():
+        table, why = table_name(file), manifest.table_fault(file) or "lacks hashes"
+        what = plain_fault(folder / table, CheckpointError(why.removesuffix("; load an earlier checkpoint")))
+        damage.append(Damage(table, what, tuple(names)))
+    return dict(found), damage
 
 
 def damaged_files(

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import DTYPES
-from shardwise.checkpoint.format import MANIFEST, Manifest, Shard, read_manifest
+from shardwise.checkpoint.format import MANIFEST, GridShards, Manifest, Shard, read_manifest
 from shardwise.checkpoint.inspect import (
     OTHER,
     Damage,
@@ -85,13 +85,15 @@ def verify_checkpoint(place: str | Folder, begin: OnBytes = _nobody, tick: OnByt
         manifest = read_manifest(own)
     except CheckpointError as error:
         return Verification(kind, str(own), True, damage=[Damage(MANIFEST, plain_fault(own / MANIFEST, error))])
-    (files, unreadable_tables), sizes = readable_shards(manifest), file_sizes(own)
+    (files, unreadable_tables), sizes = readable_shards(own, manifest), file_sizes(own)
     damage = [*unreadable_tables, *structure_faults(manifest), *damaged_files(own, files, sizes)]
     broken = {one.file for one in damage}
     full = {name: shards for name, shards in files.items() if name not in broken}
     begin(sum(num_bytes for shards in full.values() for _, num_bytes in shards))
-    entries = () if unreadable_tables else manifest.tensors.values()
-    dtypes = {id(shard): DTYPES[entry.dtype] for entry in entries for shard in entry.shards}
+    dtypes: dict[int, torch.dtype] = {}
+    for entry in manifest.tensors.values():
+        shards = entry.shards.made.values() if isinstance(entry.shards, GridShards) else entry.shards
+        dtypes |= {id(shard): DTYPES[entry.dtype] for shard in shards}
     damage += _wrong_shards(own, full, dtypes, tick)
     return Verification(
         kind,

@@ -39,7 +39,8 @@ def write_table(working: Folder, file: str, hashes: dict[str, str]) -> str:
 def spread_report(report: dict[str, Any], world: int, group: ProcessGroup | None) -> dict[str, Any]:
     """Replace what this rank wrote by the entries of the tensors that it merges, of all ``world`` ranks. Collective.
 
-    ``merged`` has the entries, ``odd`` the first of them that differs between ranks.
+    ``merged`` has the entries, ``odd`` the first of them that differs between ranks, and ``order`` the names of this
+    rank's own as the model has them, on rank 0, which sends them to nobody.
     """
     dealt: list[dict[str, Any]] = [{} for _ in range(world)]
     for kind in ("entries", "scalars"):
@@ -51,7 +52,8 @@ def spread_report(report: dict[str, Any], world: int, group: ProcessGroup | None
     for row in rows:
         for name, values in row.get("scalars", {}).items():
             scalars.setdefault(name, {}).update(values)
-    return {**report, "entries": {}, "scalars": scalars, **merged}
+    order = [*report["entries"]] if report["rank"] == 0 else []
+    return {**report, "entries": {}, "scalars": scalars, "order": order, **merged}
 
 
 def merge_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def merge_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
             known = tensors.setdefault(name, (dtype, shape, {}))
             if known[:2] != (dtype, shape):
                 odd = odd or f"{name} has another shape or dtype on rank {rank} than on others"
-            if box:
+            elif box:
                 one = Box(tuple(box[0]), tuple(box[1]))
                 known[2].setdefault((one.offsets, one.lengths), (one, rank, made))
     merged: dict[str, dict[str, Any]] = {}
@@ -80,6 +82,8 @@ def merge_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def spread_tensors(reports: list[dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the entries of all tensors, and the files with the hashes of their tables, from spread reports.
+
+    Tensors that rank 0 has come first, in its order.
 
     Raises:
         CheckpointError: ranks have different tensors of one name.
@@ -103,4 +107,5 @@ def spread_tensors(reports: list[dict[str, Any]]) -> tuple[dict[str, dict[str, A
                     for rank, offsets, lengths, made in entry["shards"]
                 ]
             tensors[name] = entry
-    return tensors, files
+    order = {name: at for at, name in enumerate(reports[0]["order"])}
+    return dict(sorted(tensors.items(), key=lambda one: order.get(one[0], len(order)))), files
