@@ -10,7 +10,7 @@ from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.fp8_recipes import RECIPES, UNPLANNED
+from shardwise.plan.fp8_recipes import RECIPES, refused
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, saved_problems, type_problems
@@ -87,6 +87,7 @@ def about_program(program: ProgramTraits, text: str) -> list[str]:
 
 def bad_choices(words: Mapping[str, Any]) -> list[str]:
     """List each choice among known words that is none of them."""
+    why = refused(words["fp8"])
     choices: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("--recompute", words["recompute"], get_args(Recompute)),
         ("--precision", words["precision"], get_args(Precision)),
@@ -94,14 +95,9 @@ def bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--loss", words["loss"], LOSSES),
         ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-        *((f"--{name}", words[name], _known(name, words[name])) for name in TYPES),
+        *((f"--{name}", words[name], get_args(TYPES[name])) for name in TYPES if not (name == "fp8" and why)),
     ]
-    return choice_problems(choices)
-
-
-def _known(name: str, value: str | None) -> tuple[str, ...]:
-    """Return the values of a type; recipes of fp8 that `type_problems` refuses with a reason are not offered."""
-    return tuple(one for one in get_args(TYPES[name]) if one == value or one not in UNPLANNED)
+    return choice_problems(choices) + ([f"--fp8 {why}"] if why else [])
 
 
 def offload_problems(words: Mapping[str, Any], strategy: str | None) -> list[str]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from shardwise.plan.fp8_recipes import PlannedRecipe
 from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan, type_problems, unrun_types
-from shardwise.plan.tensor_types import BARE_STRATEGIES, Fp8Recipe, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import BARE_STRATEGIES, GradientType, Rounding, WeightType
 
 
 class StoredTypes(BaseModel):
@@ -22,7 +23,7 @@ class StoredTypes(BaseModel):
     rounding: Rounding = Field(
         "nearest", description="of the update of weights = 'compute': nearest, stochastic, kahan (one more bf16 tensor)"
     )
-    fp8: Fp8Recipe = Field(
+    fp8: PlannedRecipe = Field(
         "none", description="products of the blocks in fp8 by torchao: tensorwise (one scale a tensor) or rowwise"
     )
     fp8_emulate: bool = Field(
