@@ -186,7 +186,7 @@ def _best(problem: SearchProblem, below: tuple[int, ...] | None = None, **change
     """
     found = _fit(problem, below, **changes)
     program = problem.workload.program
-    if found is not None and program.is_own and not problem.any_plan and unrun_types(found.plan):
+    if found is not None and program.is_own and not problem.any_plan and (unrun_types(found.plan) or found.unrun):
         usual = program.model_copy(update={name: TYPE_DEFAULTS[name] for name in TYPE_FIELDS})
         workload = _asked(problem, changes)["workload"].model_copy(update={"program": usual})
         return _best(problem, below, **changes | {"workload": workload})
