@@ -22,6 +22,7 @@ from shardwise.units import counted
 
 LOSSES = ("plain", "fused")
 LONGEST = 2**27
+MOST_LAYERS, ALL_LAYERS = 2**16, "all"
 MOST_TOKENS = 1e18
 TYPES: dict[str, Any] = {
     "weights": WeightType,
@@ -117,7 +118,7 @@ def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> li
         return []
     if words["recompute"] == "none":
         return [f"--recompute-layers {asked}: {LAYERS_IDLE.partition('; ')[2]}"]
-    if profile is None or asked <= profile.num_blocks:
+    if profile is None or asked == ALL_LAYERS or asked <= profile.num_blocks:
         return []
     most = counted(profile.num_blocks, "block")
     return [
@@ -179,6 +180,21 @@ def read_length(text: str | None, option: str = "--seq-len") -> int | None:
         raise UserError(
             f"{option} '{text:.20}' must be a whole number of tokens from 1 to {LONGEST}; write 4096, or 4k for it"
         )
+    return number
+
+
+def read_layers(text: str | int | None) -> str | int | None:
+    """Return a number of blocks, or ``all``.
+
+    Raises:
+        UserError: it is neither, or out of range.
+    """
+    if text is None or text == ALL_LAYERS:
+        return text
+    digits = str(text).strip().replace(",", "")
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
+    if not 1 <= number <= MOST_LAYERS:
+        raise UserError(f"--recompute-layers '{text!s:.20}' must be all, or a whole number from 1 to {MOST_LAYERS}")
     return number
 
 
