@@ -58,6 +58,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("deepseek_v3", OWN | {"n_routed_experts": 16, "first_k_dense_replace": 9, "tie_word_embeddings": True}),
     ("deepseek_v3", OWN | {"n_routed_experts": 16, "num_mtp_layers": 2}),  # which transformers does not build
     ("glm4_moe", {"n_routed_experts": 8, "head_dim": 16}),
+    ("glm4_moe", {"n_routed_experts": 8, "num_attention_heads": 10}),
     ("glm4_moe", {"n_routed_experts": 8, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
     ("gpt_oss", {"num_local_experts": 4, "head_dim": 24}),
     ("gpt_oss", {"num_local_experts": 4, "head_dim": 24, "attention_bias": False}),
