@@ -163,6 +163,15 @@ def test_a_family_without_a_closed_form_is_traced(tmp_path, family, own):
     assert found.experts == 8 and found.num_active < total
 
 
+def test_a_model_that_casts_its_weights_in_the_forward_is_refused_by_that_reason(tmp_path):
+    keys = {"d_model": 64, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 64, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"model_type": "switch_transformers"}))
+    with pytest.raises(
+        ModelError, match=r"its forward moves or casts its own weights .* plan another model of its size"
+    ):
+        load_profile(str(tmp_path), seq_len=32)
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "says"),
     [
