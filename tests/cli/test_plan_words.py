@@ -68,7 +68,9 @@ def test_beside_what_fp8_is_only_planned(capsys: pytest.CaptureFixture[str]) -> 
         "--strategy",
         "fsdp",
     ]
-    notes = answer(capsys, *mixture, "--fp8", "rowwise")["notes"]
+    document = answer(capsys, *mixture, "--fp8", "rowwise")
+    assert document["candidates"][0]["why_not_runnable"] == "fp8 = 'rowwise' with experts"
+    notes = document["notes"]
     assert any("mixtral-8x7b has experts" in note and "train does not run fp8 with them" in note for note in notes)
     assert not any("experts" in note for note in answer(capsys, *words, "--strategy", "fsdp")["notes"])
 

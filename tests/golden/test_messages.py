@@ -125,6 +125,17 @@ OVERRIDES: dict[str, list[str]] = {
     "fp8 with axes that split the model": [
         *["parallel.strategy=fsdp+tp2", "parallel.precision=bf16", "parallel.fp8=rowwise", "parallel.fp8_emulate=true"],
     ],
+    "activations offloaded beside what does not do it": [
+        *["parallel.strategy=deepspeed-zero3", "parallel.offload_activations=true", "parallel.compile=true"],
+        *["parallel.recompute=selective", "parallel.recompute_layers=2", "train.stepz=5", "data.path=nowhere"],
+    ],
+    "activations offloaded beside what does not do it, under any strategy": [
+        *["parallel.offload_activations=true", "parallel.compile=true", "data.path=nowhere"],
+    ],
+    "activations offloaded beside fp8": [
+        *["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=rowwise", "data.path=nowhere"],
+        *["parallel.offload_activations=true"],
+    ],
     "fp8 in fp32": ["parallel.strategy=ddp", "parallel.precision=fp32", "parallel.fp8=rowwise"],
     "fp8 of bf16 weights": [
         *["parallel.strategy=fsdp", "parallel.precision=bf16", "parallel.fp8=rowwise", "parallel.weights=compute"],

@@ -58,6 +58,7 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
     ("deepseek_v3", OWN | {"n_routed_experts": 16, "first_k_dense_replace": 9, "tie_word_embeddings": True}),
     ("deepseek_v3", OWN | {"n_routed_experts": 16, "num_mtp_layers": 2}),  # which transformers does not build
     ("glm4_moe", {"n_routed_experts": 8, "head_dim": 16}),
+    ("glm4_moe", {"n_routed_experts": 8, "num_attention_heads": 10}),
     ("glm4_moe", {"n_routed_experts": 8, "head_dim": 16, "use_qk_norm": True, "attention_bias": True}),
     ("gpt_oss", {"num_local_experts": 4, "head_dim": 24}),
     ("gpt_oss", {"num_local_experts": 4, "head_dim": 24, "attention_bias": False}),
@@ -160,6 +161,15 @@ def test_a_family_without_a_closed_form_is_traced(tmp_path, family, own):
     found = load_profile(str(tmp_path), seq_len=64)
     assert found.num_parameters == total
     assert found.experts == 8 and found.num_active < total
+
+
+def test_a_model_that_casts_its_weights_in_the_forward_is_refused_by_that_reason(tmp_path):
+    keys = {"d_model": 64, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 64, "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(keys | {"model_type": "switch_transformers"}))
+    with pytest.raises(
+        ModelError, match=r"its forward moves or casts its own weights .* plan another model of its size"
+    ):
+        load_profile(str(tmp_path), seq_len=32)
 
 
 @pytest.mark.parametrize(

@@ -432,6 +432,13 @@ class TestReading:
     def test_a_wrong_strategy_is_told_with_the_rest(self, tmp_path):
         assert len(self.problems(tmp_path, 'strategy = "fdsp"\nmicro_batch = 0\n')) == 2
 
+    def test_only_recipes_that_run_are_offered(self, tmp_path):
+        (problem,) = self.problems(tmp_path, 'fp8 = "nvfp5"\n')
+        assert problem == "fp8: must be 'none', 'tensorwise' or 'rowwise', got 'nvfp5'"
+        (problem,) = self.problems(tmp_path, 'fp8 = "mxfp8"\n')
+        assert problem.startswith("fp8: 'mxfp8' is refused: what a step costs with it is unknown")
+        assert problem.endswith("(prototype.moe_training); take tensorwise or rowwise")
+
     def test_a_wrong_strategy_alone(self, tmp_path):
         file = tmp_path / "plan.toml"
         file.write_text('strategy = "fdsp"\n')

@@ -138,6 +138,17 @@ class TestWords:
         out, _ = command(capsys, "explain", str(file))
         assert "of the first 12; every operation's saved tensors of the others" in " ".join(out.split())
 
+    def test_all_are_asked_for(self, capsys):
+        """Without it the planner takes fewer, where that is faster and fits."""
+        found = []
+        for more in ((), ("--recompute-layers", "all"), ("--recompute-layers", "all", "--recompute", "selective")):
+            out, _ = command(capsys, *self.WORDS, "--strategy", "fsdp", "--micro-batch", "4", "--json", *more)
+            entry = json.loads(out)["candidates"][0]
+            found.append((entry["recompute"], entry["recompute_layers"]))
+        assert found[0] not in found[1:] and found[1:] == [("full", None), ("selective", None)], found
+        out, _ = command(capsys, "plan", "--help")
+        assert "blocks, of each pipeline stage, or all" in " ".join(out.replace("│", " ").split())
+
     def test_of_each_stage(self, capsys):
         out, _ = command(capsys, *self.WORDS, "--strategy", "fsdp+pp2", "--recompute-layers", "1")
         assert "with recompute of the first 1 block of each stage: asked for" in " ".join(out.split())
@@ -150,6 +161,9 @@ class TestWords:
         ("words", "says"),
         [
             (("33",), "--recompute-layers 33 is more than the 32 blocks of llama-3.1-8b; give at most 32, or"),
+            (("al",), "--recompute-layers 'al' must be all, or a whole number from 1 to 65536"),
+            (("0",), "--recompute-layers '0' must be all, or a whole number from 1 to 65536"),
+            (("all", "--recompute", "none"), "--recompute-layers all: set recompute to full or selective, or leave it"),
             (("3", "--recompute", "none"), "--recompute-layers 3: set recompute to full or selective, or leave it out"),
         ],
     )

@@ -14,6 +14,7 @@ from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import OPTIMIZERS, refusals
 from shardwise.plan.plan import Plan, axis_problems, runnable
+from shardwise.plan.program import ProgramTraits
 from shardwise.plan.strategy import BASES, DEEPSPEED, parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search import advice
@@ -111,3 +112,22 @@ def test_advice_about_a_pinned_strategy_runs(pinned: str, monkeypatch: pytest.Mo
     assert found.recommended is None and found.advice
     for plan, name in told:
         assert not problems(plan, name), (plan.strategy, name)
+
+
+def test_advice_beside_fp8_products_can_be_trained() -> None:
+    """Adapters and the optimizer in the backward are not run with fp8: their commands leave it out, and say so."""
+    told: list[tuple[str, str, Plan]] = []
+
+    def command(options, candidate: Candidate) -> str:
+        told.append((str(candidate.plan.parsed), options.get("--fp8", ""), candidate.plan))
+        return "COMMAND"
+
+    work = Workload(global_batch=16, seq_len=4096, program=ProgramTraits(fp8="rowwise"), compiled=True)
+    model, cluster = load_profile("llama-3.1-70b", seq_len=4096), parse_cluster("8xH100-SXM")
+    found = advice.search_and_advise(model, work, cluster, saves_memory=True, command=command)
+    assert {name.partition("+")[2] for name, _, _ in told} >= {"lora", "qlora"}
+    for name, option, plan in told:
+        assert not problems(plan, "adafactor"), name
+        assert (option == "none") == (plan.fp8 == "none"), name
+    lines = [line for line in found.other_trainings if "adapters" in line]
+    assert len(lines) == 2 and all("; without --fp8 rowwise: COMMAND" in line for line in lines), lines

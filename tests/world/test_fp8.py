@@ -306,7 +306,7 @@ def test_what_is_not_run_is_refused_by_name() -> None:
     for case, strategy in (("tp", "fsdp+tp2"), ("lora", "fsdp+lora"), ("offload", "fsdp+offload")):
         assert f"runs under ddp, zero1, zero2, fsdp, hsdp, and is only planned for {strategy}" in found[case]
     assert "only planned for deepspeed-zero2" in found["deepspeed"]
-    assert "fp8 = 'nvfp4': what a step costs with it is unknown: no published run" in found["nvfp4"]
+    assert "fp8: 'nvfp4' is refused: what a step costs with it is unknown: no published run" in found["nvfp4"]
     assert "prototype.blockwise_fp8_training); take tensorwise or rowwise" in found["blockwise"]
     assert "a run casts fp32 weights to fp8; set weights to fp32" in found["pure bf16"]
     assert "fp8_emulate = true does nothing without fp8" in found["emulate"]

@@ -487,6 +487,12 @@ def _reason(error: Exception, label: str) -> str:
             f"model '{label}' cannot be traced: {func} needs {what}{f' at {where}' if where else ''}, and a plan is "
             "made without data; branch on shapes or use torch.where, or describe the model by a configuration"
         )
+    if "Couldn't swap" in str(error):  # torch.nn.Module._apply of weights without memory
+        return (
+            f"model '{label}' cannot be traced: its forward moves or casts its own weights (Module.to), as the router "
+            f"of Switch Transformers does, and a plan is made without them ({_one_line(error)}); move or cast them "
+            "where the model is built, or plan another model of its size"
+        )
     return (
         f"model '{label}' cannot be traced: its forward raised {_one_line(error)}; it must run on the CPU with the "
         f"inputs of one sample: set --seq-len, or give it a method {EXAMPLE}() that returns them"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from shardwise.model.profile import Op, Unit, Weight
+from shardwise.plan.tensor_types import Fp8Recipe
 
 RECIPES = ("tensorwise", "rowwise")
 """Recipes that torchao's `convert_to_float8_training` has: one scale for a tensor, or one for each row and column."""
@@ -15,10 +19,26 @@ UNPLANNED: dict[str, str] = {
     "mxfp8": f"{_UNKNOWN}, and torchao trains with it in a prototype only (prototype.moe_training)",
     "nvfp4": f"{_UNKNOWN}, and torchao trains with it in a prototype only (prototype.moe_training.nvfp4_training)",
 }
-"""Recipes that are refused, each with the reason."""
+"""Recipes of torchao that are refused, each with the reason."""
 
 MULTIPLE = 16  # torch._scaled_mm: both sizes of the second operand (torchao/float8/config.py, pad_inner_dim)
 CAPABILITY = (8, 9)  # of the first GPUs with fp8 products: Ada
+
+
+def refused(recipe: object) -> str:
+    """Return why a recipe of torchao is refused, with those that run; empty for any other value."""
+    why = UNPLANNED.get(recipe) if isinstance(recipe, str) else None
+    return f"'{recipe}' is refused: {why}; take {' or '.join(RECIPES)}" if why else ""
+
+
+def _not_refused(recipe: object) -> object:
+    if problem := refused(recipe):
+        raise ValueError(problem)
+    return recipe
+
+
+PlannedRecipe = Annotated[Fp8Recipe, BeforeValidator(_not_refused)]
+"""`Fp8Recipe` of a document, where a refused recipe gets the reason."""
 
 
 def kept_wide(shape: Sequence[int]) -> str:

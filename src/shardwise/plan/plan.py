@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.dims import ParallelDims, spread_problem
-from shardwise.plan.fp8_recipes import RECIPES, UNPLANNED
+from shardwise.plan.fp8_recipes import PlannedRecipe
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.objective import RUN_BY, SEQUENCES, Objective, Reference, reference_of
 from shardwise.plan.parallel_options import (
@@ -29,7 +29,6 @@ from shardwise.plan.tensor_types import (
     BARE_STRATEGIES,
     TYPE_FIELDS,
     WEIGHT_WORDS,
-    Fp8Recipe,
     GradientType,
     Rounding,
     WeightType,
@@ -79,7 +78,7 @@ class Plan(StepOptions, ParallelOptions):
     accumulate: GradientType = "fp32"
     reduce: GradientType = "fp32"
     rounding: Rounding = "nearest"
-    fp8: Fp8Recipe = "none"
+    fp8: PlannedRecipe = "none"
     fp8_emulate: bool = False
     program: str = "shardwise"
     reason: str = ""
@@ -217,9 +216,7 @@ def type_problems(plan: Plan) -> list[str]:
         found.append(f"rounding = '{plan.rounding}' is of weights = 'compute'; with fp32 weights leave it out")
     if plan.accumulate != "fp32" and plan.weights != "masters":
         found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
-    if plan.fp8 in UNPLANNED:
-        found.append(f"fp8 = '{plan.fp8}': {UNPLANNED[plan.fp8]}; take {' or '.join(RECIPES)}")
-    elif plan.fp8 != "none" and plan.precision != "bf16":
+    if plan.fp8 != "none" and plan.precision != "bf16":
         found.append(
             f"fp8 = '{plan.fp8}' with precision {plan.precision}: a recipe converts products of a bf16 model; set "
             "precision to bf16, or leave fp8 out"
@@ -478,6 +475,8 @@ def plan_problems(error: ValidationError) -> list[str]:
         if item["type"] == "extra_forbidden":
             known = ParallelDims.model_fields if above else ["schema", *Plan.model_fields]
             lines.append(f"{where}: no such key{did_you_mean(name, known)}")
+        elif item["type"] == "value_error":
+            lines.append(f"{where}: {item['ctx']['error']}")
         elif item["type"] == "model_type":
             lines.append(f"{where}: must be a table, got {item['input']!r}")
         else:

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.document import read_toml
 from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.fp8_recipes import PlannedRecipe
 from shardwise.plan.strategy import Base, Strategy
-from shardwise.plan.tensor_types import Fp8Recipe, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 
 # Program that runs where an axis shards the model: this package's, Megatron-LM's (also what is planned for ``zero1``
 # beside tensor or pipeline parallel, which this version does not run), or torchtitan's, i.e. PyTorch's modules
@@ -52,7 +53,7 @@ class ProgramTraits(BaseModel):
     accumulate: GradientType = Field("fp32", description="type of gradients at rest beside masters")
     reduce: GradientType = Field("fp32", description="type in which gradients are reduced over ranks")
     rounding: Rounding = Field("nearest", description="of updates of weights in the compute type")
-    fp8: Fp8Recipe = Field("none", description="torchao's recipe for the products of the blocks")
+    fp8: PlannedRecipe = Field("none", description="torchao's recipe for the products of the blocks")
     zero: Literal["torch", "megatron", "deepspeed"] = Field(
         "torch", description="layout of zero1 and zero2: by parameter, one flat buffer, or DeepSpeed's partitions"
     )
@@ -179,8 +180,8 @@ def _of_file(text: str, data: Mapping[str, Any], stem: str) -> ProgramTraits:
     try:
         traits = ProgramTraits.model_validate(_named(start).model_dump() | given)
     except ValidationError as error:
-        wrong = error.errors()
-        problems += [f"{'.'.join(map(str, one['loc'][:1]))} = {one['input']!r}: {one['msg']}" for one in wrong]
+        wrong = [(one["loc"][0], one["input"], one["msg"].removeprefix("Value error, ")) for one in error.errors()]
+        problems += [f"{key} = {value!r}: {why}" for key, value, why in wrong]
     else:
         problems += _contradictions(traits)
     if problems:

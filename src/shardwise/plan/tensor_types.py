@@ -15,8 +15,8 @@ WEIGHT_WORDS: dict[str, str] = {
     "masters": "weights in the compute type beside fp32 masters",
 }
 
-Fp8Recipe = Literal["none", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
-"""How fp8 products of a bf16 model are scaled, in torchao's words; `plan.fp8` says which of them are planned."""
+Fp8Recipe = Literal["none", "tensorwise", "rowwise"]
+"""How fp8 products of a bf16 model are scaled, in torchao's words; `plan.fp8_recipes` says which are refused."""
 
 TYPE_FIELDS = ("weights", "accumulate", "reduce", "rounding", "fp8")
 """Fields of a plan that name types beside its precision, in the order in which they are told."""

@@ -15,7 +15,9 @@ from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import find_gpu, gpu_names
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.plan import TYPE_DEFAULTS, unrun_types
 from shardwise.plan.strategy import SHARDED, Strategy
+from shardwise.plan.tensor_types import TYPE_FIELDS
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, Pins, SearchResult
 from shardwise.search.enumerate import complexity, divisors
@@ -60,7 +62,15 @@ class _Ways:
             text += "; its time is unknown (nvme_bytes_per_s of a cluster file)"
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
         text += f"; {bytes_text(away)} of host memory" if away else ""
-        return text if self.command is None else f"{text}: {self.command(options, candidate)}"
+        asked = self.problem.workload.program
+        left = {name: TYPE_DEFAULTS[name] for name in TYPE_FIELDS}
+        left = {
+            f"--{name}": one
+            for name, one in left.items()
+            if one == getattr(candidate.plan, name) != getattr(asked, name)
+        }
+        text += f"; without {' and '.join(f'{o} {getattr(asked, o[2:])}' for o in left)}" if left else ""
+        return text if self.command is None else f"{text}: {self.command({**options, **left}, candidate)}"
 
 
 def search_and_advise(
@@ -170,8 +180,16 @@ def _fit(problem: SearchProblem, below: tuple[int, ...] | None = None, **changes
 
 
 def _best(problem: SearchProblem, below: tuple[int, ...] | None = None, **changes: object) -> Candidate | None:
-    """Return the best variant of the simplest strategy that fits the changed request, ``below`` a complexity."""
+    """Return the best variant of the simplest strategy that fits the changed request, ``below`` a complexity.
+
+    Without the types of the request, such as fp8 products, where a run does not have them under that strategy.
+    """
     found = _fit(problem, below, **changes)
+    program = problem.workload.program
+    if found is not None and program.is_own and not problem.any_plan and (unrun_types(found.plan) or found.unrun):
+        usual = program.model_copy(update={name: TYPE_DEFAULTS[name] for name in TYPE_FIELDS})
+        workload = _asked(problem, changes)["workload"].model_copy(update={"program": usual})
+        return _best(problem, below, **changes | {"workload": workload})
     if found is None or not problem.timed:
         return found
     facts = _asked(problem, changes)

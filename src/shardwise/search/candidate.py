@@ -37,7 +37,7 @@ class Candidate(BaseModel):
     """Plan with predicted costs; ``reason`` explains with numbers why it is not recommended.
 
     ``fits`` is ``None`` where the device's memory or the candidate's is not known. ``tie``: its time is not
-    distinguishable from the recommended plan's.
+    distinguishable from the recommended plan's. ``unrun``: what of the plan is not run with this model.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -50,6 +50,7 @@ class Candidate(BaseModel):
     hours: float | None = None
     cost: float | None = None
     tie: bool = False
+    unrun: tuple[str, ...] = ()
 
     @property
     def runnable(self) -> bool:
@@ -59,12 +60,12 @@ class Candidate(BaseModel):
     @property
     def other_run(self) -> bool:
         """Return True where this version runs the plan, or would with its own objective."""
-        return not not_runnable(self.plan.model_copy(update={"objective": "lm"}))
+        return not (*not_runnable(self.plan.model_copy(update={"objective": "lm"})), *self.unrun)
 
     @property
     def why_not_runnable(self) -> str:
         """What this version plans but does not run; empty if it runs the plan."""
-        return ", ".join(not_runnable(self.plan))
+        return ", ".join((*not_runnable(self.plan), *self.unrun))
 
 
 class SearchResult(BaseModel):

@@ -8,6 +8,11 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.workload import Workload
 
 
+def unrun_experts(profile: ModelProfile, plan: Plan) -> tuple[str, ...]:
+    """Return what this version does not run with a model's experts: torchao's layers have no grouped products."""
+    return (f"fp8 = '{plan.fp8}' with experts",) if plan.fp8 != "none" and profile.experts else ()
+
+
 def experts_text(profile: ModelProfile, plan: Plan, workload: Workload) -> str:
     """Describe the experts of a rank and their rows in a micro batch; empty for a dense model."""
     sparse = next((unit for unit in profile.units if unit.experts), None)

@@ -10,7 +10,7 @@ from shardwise.cost.time.kernels import known, supports
 from shardwise.errors import PlanError, UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.fp8_recipes import RECIPES, UNPLANNED
+from shardwise.plan.fp8_recipes import RECIPES, refused
 from shardwise.plan.objective import OBJECTIVES
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import LAYERS_IDLE, Plan, Precision, Recompute, saved_problems, type_problems
@@ -22,6 +22,7 @@ from shardwise.units import counted
 
 LOSSES = ("plain", "fused")
 LONGEST = 2**27
+MOST_LAYERS, ALL_LAYERS = 2**16, "all"
 MOST_TOKENS = 1e18
 TYPES: dict[str, Any] = {
     "weights": WeightType,
@@ -87,6 +88,7 @@ def about_program(program: ProgramTraits, text: str) -> list[str]:
 
 def bad_choices(words: Mapping[str, Any]) -> list[str]:
     """List each choice among known words that is none of them."""
+    why = refused(words["fp8"])
     choices: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("--recompute", words["recompute"], get_args(Recompute)),
         ("--precision", words["precision"], get_args(Precision)),
@@ -94,14 +96,9 @@ def bad_choices(words: Mapping[str, Any]) -> list[str]:
         ("--loss", words["loss"], LOSSES),
         ("--objective", words["objective"], OBJECTIVES),
         ("--framework-overhead", words["framework_overhead"], ("on", "off")),
-        *((f"--{name}", words[name], _known(name, words[name])) for name in TYPES),
+        *((f"--{name}", words[name], get_args(TYPES[name])) for name in TYPES if not (name == "fp8" and why)),
     ]
-    return choice_problems(choices)
-
-
-def _known(name: str, value: str | None) -> tuple[str, ...]:
-    """Return the values of a type; recipes of fp8 that `type_problems` refuses with a reason are not offered."""
-    return tuple(one for one in get_args(TYPES[name]) if one == value or one not in UNPLANNED)
+    return choice_problems(choices) + ([f"--fp8 {why}"] if why else [])
 
 
 def offload_problems(words: Mapping[str, Any], strategy: str | None) -> list[str]:
@@ -121,7 +118,7 @@ def layer_problems(words: Mapping[str, Any], profile: ModelProfile | None) -> li
         return []
     if words["recompute"] == "none":
         return [f"--recompute-layers {asked}: {LAYERS_IDLE.partition('; ')[2]}"]
-    if profile is None or asked <= profile.num_blocks:
+    if profile is None or asked == ALL_LAYERS or asked <= profile.num_blocks:
         return []
     most = counted(profile.num_blocks, "block")
     return [
@@ -183,6 +180,21 @@ def read_length(text: str | None, option: str = "--seq-len") -> int | None:
         raise UserError(
             f"{option} '{text:.20}' must be a whole number of tokens from 1 to {LONGEST}; write 4096, or 4k for it"
         )
+    return number
+
+
+def read_layers(text: str | int | None) -> str | int | None:
+    """Return a number of blocks, or ``all``.
+
+    Raises:
+        UserError: it is neither, or out of range.
+    """
+    if text is None or text == ALL_LAYERS:
+        return text
+    digits = str(text).strip().replace(",", "")
+    number = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 10 else 0
+    if not 1 <= number <= MOST_LAYERS:
+        raise UserError(f"--recompute-layers '{text!s:.20}' must be all, or a whole number from 1 to {MOST_LAYERS}")
     return number
 
 

@@ -28,6 +28,7 @@ from shardwise.plan.workload import OptimizerName, Workload
 from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
 from shardwise.search.option_values import (
+    ALL_LAYERS,
     about_program,
     adapter_problems,
     bad_choices,
@@ -35,6 +36,7 @@ from shardwise.search.option_values import (
     offload_problems,
     program_of,
     read_count,
+    read_layers,
     without_effect_notes,
 )
 from shardwise.search.problem import Costs, default_precision, precision_text
@@ -118,8 +120,8 @@ class PlanRequest(BaseModel):
     )
     recompute_layers: Annotated[
         int | None,
-        CommandOption(help="Recompute only the first so many blocks, of each pipeline stage.", min=1, max=2**16),
-        Word(int | None),
+        CommandOption(help="Recompute only the first so many blocks, of each pipeline stage, or all."),
+        Word(),
     ] = None
     offload_activations: Annotated[
         bool,
@@ -316,6 +318,7 @@ def build_request(
         words["strategy"], taken = complete_strategy(words["strategy"])
         first_notes += [taken] if taken else []
     problems += bad_choices(words)
+    words["recompute_layers"] = tried(problems, lambda: read_layers(words.get("recompute_layers")))
     tokens = tried(problems, lambda: None if words["tokens"] is None else read_count(words["tokens"]))
     strategy = tried(problems, lambda: _pinned(words["strategy"]))
     cluster = tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
@@ -326,6 +329,8 @@ def build_request(
     if profile is not None and strategy is not None:
         problems += adapter_problems(profile, strategy, targets)
     problems += layer_problems(words, profile)
+    if words["recompute_layers"] == ALL_LAYERS:
+        words |= {"recompute": words["recompute"] or "full", "recompute_layers": None}
     problems += offload_problems(words, strategy)
     if profile is not None and words["objective"] != "lm" and profile.seq_len is None:
         asked_for = f"--objective {words['objective']}"

@@ -42,6 +42,7 @@ from shardwise.units import bytes_text
 if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
 
+from shardwise.search.expert_reasons import unrun_experts
 from shardwise.search.explain_plan import with_reasons
 from shardwise.search.problem import USABLE, Costs, SearchProblem, ask
 from shardwise.search.recompute_layers import with_fewest_layers
@@ -315,7 +316,12 @@ def _priced(problem: SearchProblem, plan: Plan, memory: Estimate, time: StepTime
         note = f"needs {bytes_text(memory.host_bytes)} of host memory on a node, {HOST_UNKNOWN}"
         memory = memory.model_copy(update={"notes": (*memory.notes, note)})
     candidate = Candidate(
-        plan=with_stages(problem.profile, plan), fits=fits(problem, memory), reason="", memory=memory, time=time
+        plan=with_stages(problem.profile, plan),
+        fits=fits(problem, memory),
+        reason="",
+        memory=memory,
+        time=time,
+        unrun=unrun_experts(problem.profile, plan),
     )
     step_tokens = (plan.global_batch or 0) * SEQUENCES[plan.objective] * (plan.seq_len or 0)
     hours = training_hours(problem.workload.tokens, step_tokens, time.step_s if time else None)

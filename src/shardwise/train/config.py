@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.optimizers import OPTIMIZERS, refusals
 from shardwise.plan.parallel_options import ParallelOptions, option_field, without_effect
-from shardwise.plan.plan import LAYERS_IDLE, Plan, Recompute, chunk_problems, in_backward_problems
+from shardwise.plan.plan import LAYERS_IDLE, Plan, Recompute, chunk_problems, in_backward_problems, saved_problems
 from shardwise.plan.strategy import Strategy, parse_strategy, runnable_strategy
 from shardwise.plan.workload import OptimizerName
 from shardwise.train.config_data import DataTable, Table
@@ -251,8 +251,12 @@ class ParallelTable(ParallelOptions, StoredTypes, Table):
             given = [name for name in ParallelOptions.model_fields if name in self.model_fields_set]
             if problems := without_effect(given, strategy):
                 raise ValueError(*problems)
-        if self.recompute_layers is not None and self.recompute == "none":
-            raise ValueError(LAYERS_IDLE)
+        problems = [LAYERS_IDLE] if self.recompute_layers is not None and self.recompute == "none" else []
+        if self.offload_activations:
+            named = {"strategy": "fsdp" if self.strategy == "auto" else self.strategy, "compile": self.compile}
+            problems += saved_problems(Plan(**named, recompute=self.recompute, offload_activations=True))
+        if problems:
+            raise ValueError(*problems)
         return self
 
 
@@ -400,7 +404,8 @@ class Config(Table):
         parallel, optimizer = self.parallel, self.optimizer
         named = None if parallel.strategy == "auto" else parse_strategy(parallel.strategy)
         named_optimizer = optimizer.name if optimizer.factory is None else None
-        problems = parallel.type_problems(parallel.strategy, parallel.precision, in_backward=optimizer.in_backward)
+        options = {"optimizer_in_backward": optimizer.in_backward, "offload_activations": parallel.offload_activations}
+        problems = parallel.type_problems(parallel.strategy, parallel.precision, **options)
         problems += parallel.stored_problems(named_optimizer, self.train.ema_decay)
         if named is not None:
             problems += [*optimizer_problems(optimizer, named), *self.train.strategy_problems(named)]

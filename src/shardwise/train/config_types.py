@@ -6,9 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from shardwise.plan.fp8_recipes import PlannedRecipe
 from shardwise.plan.optimizers import either
 from shardwise.plan.plan import Plan, type_problems, unrun_types
-from shardwise.plan.tensor_types import BARE_STRATEGIES, Fp8Recipe, GradientType, Rounding, WeightType
+from shardwise.plan.tensor_types import BARE_STRATEGIES, GradientType, Rounding, WeightType
 
 
 class StoredTypes(BaseModel):
@@ -22,7 +23,7 @@ class StoredTypes(BaseModel):
     rounding: Rounding = Field(
         "nearest", description="of the update of weights = 'compute': nearest, stochastic, kahan (one more bf16 tensor)"
     )
-    fp8: Fp8Recipe = Field(
+    fp8: PlannedRecipe = Field(
         "none", description="products of the blocks in fp8 by torchao: tensorwise (one scale a tensor) or rowwise"
     )
     fp8_emulate: bool = Field(
@@ -34,8 +35,8 @@ class StoredTypes(BaseModel):
         """The types by their keys, as a plan stores them."""
         return {name: getattr(self, name) for name in StoredTypes.model_fields}
 
-    def type_problems(self, strategy: str, precision: str, *, in_backward: bool = False) -> list[str]:
-        """Return why types other than the defaults are not possible under a strategy."""
+    def type_problems(self, strategy: str, precision: str, **options: bool) -> list[str]:
+        """Return why types other than the defaults are not possible under a strategy and options of its plan."""
         if all(value == StoredTypes.model_fields[name].default for name, value in self.types.items()):
             return []
         given = " and ".join(f"'{name}'" for name in self.types if name in self.model_fields_set)
@@ -46,8 +47,8 @@ class StoredTypes(BaseModel):
             unnamed.append(f"{given} needs a named precision: set parallel.precision to bf16")
         if unnamed:
             return unnamed
-        facts = {"strategy": strategy, "precision": precision, "optimizer_in_backward": in_backward}
-        plan = Plan.model_validate(facts | self.types)
+        facts = {"strategy": strategy, "precision": precision}
+        plan = Plan.model_validate(facts | options | self.types)
         return type_problems(plan) or unrun_types(plan)
 
     def stored_problems(self, optimizer: str | None, ema_decay: float) -> list[str]:
