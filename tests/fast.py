@@ -13,7 +13,7 @@ import pytest
 
 from tests.turns import DURATIONS
 
-LONG_S = 0.5
+LONG_S = 0.25
 OF_RANKS = ("tests/world/", "test_gradient_is_that_of_one_process[", "-2]")
 
 
