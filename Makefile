@@ -34,9 +34,8 @@ train: $(READY)  ## train the example on Python's own source code: plan, falling
 test: $(TOOLS)   ## run all the tests, and show the 20 slowest
 	$(BIN)/python -m pytest -q $(AT_ONCE) --durations=20
 
-test-fast: $(TOOLS) ## what to run while working: no ranks but one case of each strategy
-	$(BIN)/python -m pytest -q $(AT_ONCE) tests/unit tests/golden
-	$(BIN)/python -m pytest -q tests/world/test_gradients.py -k "one_process and -2]"
+test-fast: $(TOOLS) ## what to run while working: no long test (tests/fast.py), no ranks but one case of each strategy
+	$(BIN)/python -m pytest -q $(AT_ONCE) -n 2 --fast tests/unit tests/golden tests/world/test_gradients.py
 
 soak: $(TOOLS)   ## what takes too long for each change, then 500 kills -9 (SOAK_KILLS, or SOAK_MINUTES=60): every resume, bit by bit
 	SHARDWISE_TESTS_TURN=all $(BIN)/python -m pytest -q -m "soak or not soak"

@@ -18,6 +18,7 @@ import pytest
 from shardwise import environment
 from shardwise.launch import fork_server
 from tests import kept, turns
+from tests.fast import Fast
 from tests.ledger import DURATIONS, Ledger, within_its_budget
 
 __all__ = ["within_its_budget"]
@@ -36,10 +37,13 @@ GRACE_S = 2.0  # for what is on its way out; waited for only where something is 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", action="store_true", help="write what each file costs to benchmarks/tests")
+    parser.addoption("--fast", action="store_true", help="leave out what was recorded as long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Ledger(config), "ledger")
+    if config.getoption("--fast"):
+        config.pluginmanager.register(Fast(), "fast")
     turns.choose(config)
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="shardwise-tests-")

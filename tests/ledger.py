@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ FACTOR, SLACK = 1.25, 8
 
 _counts: Counter[tuple[str, str]] = Counter()
 _seconds: dict[str, dict[str, float]] = {}
+_fixtures: dict[str, dict[str, float]] = {}
 _running = {"file": ""}
 
 
@@ -82,8 +84,23 @@ class Ledger:
         _running["file"] = item.nodeid.partition("::")[0]
         return (yield)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+        """Whichever test comes first has set up what several share; each of them would."""
+        began = time.perf_counter()
+        made = yield
+        took = time.perf_counter() - began
+        if fixturedef.scope != "function" and took >= TOLD_S:
+            request._pyfuncitem.user_properties.append((f"fixture {fixturedef.argname}", took))
+        return made
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file, _, test = report.nodeid.partition("::")
+        if report.when == "setup":
+            made = [(name, s) for name, s in report.user_properties if name.startswith("fixture ")]
+            for name, s in made:
+                shared = _fixtures.setdefault(file, {})
+                shared[name] = max(s, shared.get(name, 0.0))
         tests = _seconds.setdefault(file, {})
         tests[test] = tests.get(test, 0.0) + report.duration
 
@@ -103,7 +120,7 @@ class Ledger:
         budgets = {**self.budgets, **{file: counted(file) for file in _seconds}}
         BUDGETS.write_text(json.dumps(_existing(budgets), indent=1) + "\n")
         before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        durations = {**before, **{file: _told(tests) for file, tests in _seconds.items()}}
+        durations = {**before, **{file: _told(tests, _fixtures.get(file, {})) for file, tests in _seconds.items()}}
         DURATIONS.write_text(json.dumps(_existing(durations), indent=1) + "\n")
 
 
@@ -111,10 +128,10 @@ def _existing(files: dict[str, Any]) -> dict[str, Any]:
     return {file: files[file] for file in sorted(files) if (FOLDER.parents[1] / file).exists()}
 
 
-def _told(tests: dict[str, float]) -> dict[str, float]:
-    """Seconds of a file, and of its tests that take long."""
-    long = {test: round(s, 1) for test, s in sorted(tests.items(), key=lambda item: -item[1]) if s >= TOLD_S}
-    return {"all": round(sum(tests.values()), 1), **long}
+def _told(tests: dict[str, float], fixtures: dict[str, float]) -> dict[str, float]:
+    """Seconds of a file, and of its tests and shared fixtures that take long."""
+    found = sorted((tests | fixtures).items(), key=lambda item: -item[1])
+    return {"all": round(sum(tests.values()), 1), **{name: round(s, 1) for name, s in found if s >= TOLD_S}}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import subprocess
 import sys
 
 import pytest
 import torch
-import torch._decomp
-import torch._dynamo
 from torch import nn
 
 from shardwise.cost.memory.estimate_memory import estimate_memory
@@ -23,10 +22,16 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
-from tests import preload  # noqa: F401  (as torch._dynamo: what a fork finds loaded it need not load)
 from tests.models import LENGTH, Decoder
 
 MIB = 1024**2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded():
+    """What a fork finds loaded it need not load; not at the file's import, which is each worker's, for seconds."""
+    for name in ("torch._decomp", "torch._dynamo", "tests.preload"):
+        importlib.import_module(name)
 
 
 def plan_of(strategy: str, world: int, **options: object) -> Plan:
