@@ -2,10 +2,10 @@
 
     python -m benchmarks.choice.judge benchmarks/choice/results
 
-Each step is predicted from what the ranks measured of themselves and of the link just before the model's turns, as
-``plan --calibration`` would. Errors are predicted over measured, the median of a configuration's steps. The chosen plan
-is the one with the shortest prediction among those of a model on a link; its regret is its measured time over that of
-the fastest.
+Each step is predicted from what the ranks measured of themselves and of the link just before the model's turns and just
+after them, as ``plan --calibration`` would: the mean of the two, as the speed of a shared machine drifts. Errors are of
+predicted over measured, the median of a configuration's steps. The chosen plan is the one with the shortest prediction
+among those of a model on a link; its regret is its measured time over that of the fastest.
 """
 
 from __future__ import annotations
@@ -89,16 +89,24 @@ def rows_of(document: dict[str, Any]) -> list[Row]:
     """Predict every configuration of one link's file."""
     cluster, rows = ClusterSpec.model_validate(document["cluster"]), []
     for index, case in enumerate(document["cases"]):
-        file = CalibrationFile.model_validate(document["probes"][index]["calibration"])
-        assert file.compute is not None
-        rates, calibration = file.compute.rates(), file.calibration()
+        around = [CalibrationFile.model_validate(one["calibration"]) for one in document["probes"][index : index + 2]]
+        measured_by = [(one.compute.rates(), one.calibration()) for one in around if one.compute is not None]
         for text, seconds in zip(case["plans"], case["seconds"], strict=True):
             plan = Plan.model_validate(tomllib.loads(text))
             profile = profile_of(case["model"], plan.seq_len or 128)
-            predicted = step_time(profile, plan, Workload(), cluster, rates=rates, calibration=calibration)
+            predicted = mean_of(
+                [step_time(profile, plan, Workload(), cluster, rates=r, calibration=c) for r, c in measured_by]
+            )
             measured = statistics.median(seconds)
             rows.append(Row(document["link"], document["ranks"], case["model"], plan, predicted, measured))
     return rows
+
+
+def mean_of(times: list[StepTime]) -> StepTime:
+    """The mean of each part."""
+    names = [name for name in StepTime.model_fields if name.endswith("_s")]
+    parts = {name: statistics.mean(getattr(time, name) for time in times) for name in names}
+    return times[0].model_copy(update=parts)
 
 
 @cache

@@ -62,10 +62,10 @@ STRATEGIES = {
     2: ("ddp", "zero1", "zero2", "fsdp", "ddp+tp2", "ddp+pp2", "ddp+cp2"),
     4: ("ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp+tp2", "ddp+tp2", "fsdp+pp2", "ddp+pp4", "fsdp+cp2"),
 }
-WARM_UP = 2
+WARM_UP = 1
 TURNS = (4, 12)  # at least and at most
-BUDGET_S = 20.0  # of one model on one link
-PROBE_S = 1.0  # of each collective and axis
+BUDGET_S = 18.0  # of one model on one link
+PROBE_S = 0.6  # of each collective and axis
 LARGEST = 8 << 20
 TIMEOUT_S = 1500.0
 
@@ -152,14 +152,15 @@ def _measure(link: str, world: int, made: Sequence[tuple[Job, tuple[Plan, ...]]]
 
 
 def _rank(task: Task, ranks: Ranks) -> None:
-    """Measure the link and this rank, every plan of each model, and the link again. Collective."""
-    probes, cases = [_probe(task, ranks)], []
+    """Measure the link and this rank before each model's plans, and at the end. Collective."""
+    probes, cases = [], []
     for job, plans in zip(task.jobs, task.plans, strict=True):
+        probes.append(_probe(task, ranks))
         began = time.time()
         seconds = _time_model(job, plans, ranks)
         case = {"model": Path(str(job.config.model.config)).stem, "plans": [plan.to_toml() for plan in plans]}
         cases.append(case | {"seconds": seconds, "began": began, "load": os.getloadavg()[0]})
-        probes.append(_probe(task, ranks))
+    probes.append(_probe(task, ranks))
     if ranks.is_main:
         task.output.write_text(json.dumps({"probes": probes, "cases": cases}))
 
@@ -216,6 +217,7 @@ def time_plans(
     for turn in range(WARM_UP + TURNS[1]):
         for place in range(len(plans)):
             index = (place + turn) % len(plans)
+            contenders[index](next(batches[index]))  # the caches have another plan's tensors
             window = next(batches[index])
             dist.barrier(ranks.control)
             begin = time.perf_counter()

@@ -25,7 +25,7 @@ from shardwise.distributed.process_group import Ranks, gather_text
 
 ROWS = (64, 256, 1024)
 WIDTHS = (64, 256, 1024)
-ELEMENTS = (2**12, 2**15, 2**18, 2**20)
+ELEMENTS = (2**12, 2**15, 2**18, 2**20, 2**22)
 LENGTHS = (64, 128, 256, 512, 1024)
 HEADS, HEAD_DIM, WIDTH = 4, 64, 256
 STEPPED = (2**14, 2**17, 2**20, 2**22)

@@ -56,6 +56,8 @@ CONTENTION = 0.15  # seconds that computation grows by for each second of hidden
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
+# Of a CPU, in calls (`Rates.launch_s`): of a step, of a micro batch, of FSDP2 around a unit, of the update of a tensor.
+CPU_STEP_CALLS, CPU_MICRO_CALLS, CPU_UNIT_CALLS, CPU_TENSOR_CALLS = 200.0, 20.0, 100.0, 4.0
 FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
@@ -141,8 +143,8 @@ def step_time(
         after = max(0.0, after - sum(f for f, _ in hosted[:1])) + CONTENTION * after
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
-    if workload.framework_overhead and rates is None:
-        parts["host_s"] += STEP_HOST_S
+    if workload.framework_overhead:
+        parts["host_s"] += STEP_HOST_S if rates is None else _cpu_host_s(rates, profile, plan, parsed=strategy)
     parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
     parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
     total = sum(parts.values())
@@ -494,6 +496,15 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     apart = plan.dims.world_size // plan.dims.pp
     per_node = 1 if apart >= machine.cluster.devices_per_node else 2
     return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
+
+
+def _cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan, *, parsed: Strategy) -> float:
+    """Seconds of a CPU's step outside of kernels: its start and end, each micro batch, FSDP2's hooks, each tensor."""
+    tensors = sum(unit.count * len(unit.weights) for unit in profile.units) / plan.dims.pp
+    calls = CPU_STEP_CALLS + CPU_MICRO_CALLS * plan.grad_accum + CPU_TENSOR_CALLS * tensors
+    if parsed.shards_parameters:
+        calls += CPU_UNIT_CALLS * (profile.num_blocks / plan.dims.pp + 1) * plan.grad_accum
+    return calls * rates.launch_s
 
 
 def _clean(seconds: float) -> float:

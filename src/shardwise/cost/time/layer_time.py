@@ -37,6 +37,8 @@ EAGER_LAUNCHES = 12.0
 COLLECTIVE_LAUNCHES = 4.0
 SKEW_S = 6e-5  # skew of a tensor-parallel group's ranks at each collective of a block; vTrain's rows
 BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
+# The same of a CPU, whose measured kernels have their own call in them (`benchmarks/choice`).
+CPU_LAUNCHES, CPU_BACKWARD_LAUNCHES = 6.0, 0.5
 COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
 
 
@@ -190,7 +192,9 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
         forward, backward = forward + unpack, backward + unpack
         recompute += unpack if unit.kind == "block" and split.recompute != "none" else 0.0
-    each = 1.0 if machine.rates is not None else EAGER_LAUNCHES
+    each, again_each = EAGER_LAUNCHES, BACKWARD_LAUNCHES
+    if machine.rates is not None:
+        each, again_each = CPU_LAUNCHES, CPU_BACKWARD_LAUNCHES
     host = (
         split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
     )
@@ -207,7 +211,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         cp_backward_s=cp_backward,
         cp_recompute_s=cp_recompute,
         host_forward_s=host * launches + calls + casts[0] * machine.launch_s(),
-        host_backward_s=host * (launches * BACKWARD_LAUNCHES + recompute_launches)
+        host_backward_s=host * (launches * again_each + recompute_launches)
         + calls * (2.0 if recompute else 1.0)
         + casts[1] * machine.launch_s(),
         ep_forward_s=2 * moved,
