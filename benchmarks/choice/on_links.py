@@ -65,7 +65,7 @@ STRATEGIES = {
 WARM_UP = 1
 TURNS = (4, 12)  # at least and at most
 BUDGET_S = 18.0  # of one model on one link
-PROBE_S = 0.6  # of each collective and axis
+PROBE_S = 2.5  # of each collective and axis
 LARGEST = 8 << 20
 TIMEOUT_S = 1500.0
 

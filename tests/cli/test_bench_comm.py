@@ -64,11 +64,15 @@ def test_the_calibration_has_what_was_measured_and_on_what(found: tuple[Path, di
 
 def as_gpus(folder: Path, file: Path) -> Path:
     """The same file as if two A100s had been measured, and its sizes had shown all."""
-    data = read_calibration(file).model_dump(mode="json", by_alias=True)
-    data |= {"device": "cuda", "device_name": "NVIDIA A100-SXM4-80GB", "backend": "nccl", "link": "nvlink"}
+    gpus = {"device": "cuda", "device_name": "NVIDIA A100-SXM4-80GB", "backend": "nccl", "link": "nvlink"}
+    return changed(folder / "gpus.toml", file, gpus | {"compute": None})
+
+
+def changed(path: Path, file: Path, change: dict[str, Any]) -> Path:
+    """The same file with other facts, as if its sizes had shown latency and bandwidth of each link."""
+    data = read_calibration(file).model_dump(mode="json", by_alias=True) | change
     for link in data["measured"]:
         link |= {"latency_s": 1e-3, "bus_bytes_per_s": 1e9}
-    path = folder / "gpus.toml"
     path.write_text(CalibrationFile.model_validate(data).to_toml())
     return path
 
@@ -84,6 +88,26 @@ def test_plan_and_explain_read_it(found: tuple[Path, dict[str, Any], str], tmp_p
     kept = shardwise("explain", str(plan)).stdout
     assert "links measured" in kept, "the question is kept with the links that it was asked with"
     assert shardwise("explain", str(plan), "--calibration", str(links)).stdout.endswith(kept)
+
+
+def test_plan_predicts_seconds_of_the_ranks_that_were_measured(
+    found: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
+    file = Path(found[1]["calibration_file"])
+    words = ["plan", "examples/stdlib.toml", "--json", "--calibration"]
+    timed = shardwise(*words, str(changed(tmp_path / "cpus.toml", file, {})))
+    steps = [one["step_time_s"] for one in json.loads(timed.stdout)["candidates"]]
+    assert all(steps) and len({round(step, 9) for step in steps}) > 4, "each plan has its own"
+    assert "times are over links measured" in timed.stderr
+    for change, words_said in (
+        ({"devices_per_node": 4}, "measured with 4 ranks a node, and the plan has 2; measure this one with: "),
+        ({"compute": None}, "made by an earlier version, which did not measure how fast a CPU computes"),
+    ):
+        untimed = shardwise(*words, str(changed(tmp_path / "other.toml", file, change)))
+        assert not any(one["step_time_s"] for one in json.loads(untimed.stdout)["candidates"])
+        assert words_said in untimed.stderr.replace("\n", " ")
+    low = shardwise(*words, str(changed(tmp_path / "cpus.toml", file, {})), "--precision", "bf16")
+    assert not any(one["step_time_s"] for one in json.loads(low.stdout)["candidates"]), "fp32 was measured"
 
 
 def test_what_was_measured_elsewhere_is_refused(found: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from shardwise.cost.compute_calibration import Kernel, MeasuredCompute
 from shardwise.distributed.process_group import Ranks, gather_text
+from shardwise.hardware.cpu import cores_here
 
 ROWS = (64, 256, 1024)
 WIDTHS = (64, 256, 1024)
@@ -30,7 +31,6 @@ LENGTHS = (64, 128, 256, 512, 1024)
 HEADS, HEAD_DIM, WIDTH = 4, 64, 256
 STEPPED = (2**14, 2**17, 2**20, 2**22)
 ROUNDS, LEAST_S = 7, 3e-3
-BUSY_S = 0.5
 COMM_ELEMENTS = 2**20
 
 
@@ -74,18 +74,18 @@ class Cell:
 def time_compute(ranks: Ranks, log: Callable[[str], None] = lambda text: None) -> MeasuredCompute:
     """Measure the kernels of this rank while the others measure theirs; the slowest rank's are returned. Collective."""
     log("products, memory-bound kernels and attention, on all ranks at once")
-    cells = list(_cells())  # the first is a small product
+    cells = list(_cells())
     for _ in range(ROUNDS):
         if ranks.control is not None:
             dist.barrier(ranks.control)
         for cell in cells:
             cell.sample()
-    busy = _longer_when_busy(cells[0], ranks)
+    turns = max(1.0, ranks.local_world_size * torch.get_num_threads() / cores_here())  # a median does not show them
     forward: dict[Kernel, list[tuple[int, float]]] = {}
     backward: dict[Kernel, list[tuple[int, float]]] = {}
     products, launch_s = [], 0.0
     for cell in cells:
-        ahead, back = (busy * seconds for seconds in cell.median_s)
+        ahead, back = (turns * seconds for seconds in cell.median_s)
         if cell.kernel == "product":
             products.append((*cell.size, ahead))
         elif cell.kernel == "launch":
@@ -148,20 +148,6 @@ def _gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _rms_norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
-def _longer_when_busy(cell: Cell, ranks: Ranks) -> float:
-    """Seconds of a kernel in a long run of all ranks over its median: above 1 where they take turns on a core.
-
-    A short kernel is seldom interrupted, so that its median does not show how often it waits for another rank's.
-    """
-    if ranks.control is not None:
-        dist.barrier(ranks.control)
-    median, started, count = cell.median_s[0], time.perf_counter(), 0
-    while time.perf_counter() - started < BUSY_S:
-        cell.forward()
-        count += 1
-    return max(1.0, (time.perf_counter() - started) / count / median)
 
 
 def _comm_busy(ranks: Ranks) -> float:

@@ -56,8 +56,9 @@ CONTENTION = 0.15  # seconds that computation grows by for each second of hidden
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
-# Of a CPU, in calls (`Rates.launch_s`): of a step, of a micro batch, of FSDP2 around a unit, of the update of a tensor.
-CPU_STEP_CALLS, CPU_MICRO_CALLS, CPU_UNIT_CALLS, CPU_TENSOR_CALLS = 200.0, 20.0, 100.0, 4.0
+# Of a CPU, in calls of a small module (`Rates.launch_s`), fitted on `benchmarks/choice`: of a step, of each trained
+# tensor (and where ZeRO-1 broadcasts it), in a micro batch of FSDP2 around a unit and of a pipeline around its stage.
+CPU_STEP_CALLS, CPU_TENSOR_CALLS, CPU_BROADCAST_CALLS, CPU_UNIT_CALLS, CPU_STAGE_CALLS = 400.0, 8.0, 25.0, 350.0, 200.0
 FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
@@ -67,6 +68,7 @@ SPREAD_OTHERS = (0.84, 1.61)
 # The interval of a program without a published step on this generation is so much wider on both sides. An estimate: the
 # medians of the sources' errors lie within 8 % of each other, and were seen.
 UNSEEN_PROGRAM = 1.1
+SPREAD_CPU = (0.85, 1.3)  # the middle 80 % of measured over predicted steps of `benchmarks/choice`, which were seen
 
 # Copies of unsharded weights for computation: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
@@ -144,7 +146,7 @@ def step_time(
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
     if workload.framework_overhead:
-        parts["host_s"] += STEP_HOST_S if rates is None else _cpu_host_s(rates, profile, plan, parsed=strategy)
+        parts["host_s"] += STEP_HOST_S if rates is None else _cpu_host_s(rates, profile, plan)
     parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
     parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
     total = sum(parts.values())
@@ -498,13 +500,14 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
 
 
-def _cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan, *, parsed: Strategy) -> float:
-    """Seconds of a CPU's step outside of kernels: its start and end, each micro batch, FSDP2's hooks, each tensor."""
-    tensors = sum(unit.count * len(unit.weights) for unit in profile.units) / plan.dims.pp
-    calls = CPU_STEP_CALLS + CPU_MICRO_CALLS * plan.grad_accum + CPU_TENSOR_CALLS * tensors
-    if parsed.shards_parameters:
-        calls += CPU_UNIT_CALLS * (profile.num_blocks / plan.dims.pp + 1) * plan.grad_accum
-    return calls * rates.launch_s
+def _cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
+    """Seconds of a CPU's step outside of kernels and of modules' own calls."""
+    strategy, pp = plan.parsed, plan.dims.pp
+    tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
+    calls = CPU_STEP_CALLS + tensors * (CPU_TENSOR_CALLS + (CPU_BROADCAST_CALLS if strategy.base == "zero1" else 0.0))
+    each = CPU_STAGE_CALLS if pp > 1 else 0.0
+    each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
+    return (calls + each * plan.grad_accum) * rates.launch_s
 
 
 def _clean(seconds: float) -> float:
@@ -514,6 +517,8 @@ def _clean(seconds: float) -> float:
 
 def _spread(machine: Machine, program: str) -> tuple[float, float]:
     """Interval factors, measured over predicted: the generation's, wider for a program that it has no step of."""
+    if machine.rates is not None:
+        return SPREAD_CPU
     found = generations().get(_generation(machine))
     low, high = SPREAD_OTHERS if found is None or found.spread is None else found.spread
     wider = 1.0 if found is not None and program in found.programs else UNSEEN_PROGRAM
