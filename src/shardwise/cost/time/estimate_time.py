@@ -15,7 +15,7 @@ Not modelled: data loading, evaluation, checkpoints, other jobs on the network, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -24,6 +24,7 @@ from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import framework_of, layout_of, rank_blocks
 from shardwise.cost.same import Same
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
+from shardwise.cost.time.cpu_time import SPREAD_CPU, cpu_host_s, ddp_buckets
 from shardwise.cost.time.layer_time import (
     COMPUTE_BYTES,
     UnitElements,
@@ -56,10 +57,6 @@ CONTENTION = 0.15  # seconds that computation grows by for each second of hidden
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
-# Of a CPU, in calls of a small module (`Rates.launch_s`), fitted on `benchmarks/choice`: of a step, of each trained
-# tensor (and where ZeRO-1 broadcasts it), in a micro batch of FSDP2 around a unit and of a pipeline around its stage.
-CPU_STEP_CALLS, CPU_TENSOR_CALLS, CPU_BROADCAST_CALLS, CPU_UNIT_CALLS, CPU_STAGE_CALLS = 400.0, 8.0, 25.0, 350.0, 200.0
-FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
 # `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
 # source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
@@ -68,7 +65,6 @@ SPREAD_OTHERS = (0.84, 1.61)
 # The interval of a program without a published step on this generation is so much wider on both sides. An estimate: the
 # medians of the sources' errors lie within 8 % of each other, and were seen.
 UNSEEN_PROGRAM = 1.1
-SPREAD_CPU = (0.85, 1.3)  # the middle 80 % of measured over predicted steps of `benchmarks/choice`, which were seen
 
 # Copies of unsharded weights for computation: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
@@ -146,7 +142,7 @@ def step_time(
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
     if workload.framework_overhead:
-        parts["host_s"] += STEP_HOST_S if rates is None else _cpu_host_s(rates, profile, plan)
+        parts["host_s"] += STEP_HOST_S if rates is None else cpu_host_s(rates, profile, plan)
     parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
     parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
     total = sum(parts.values())
@@ -315,6 +311,7 @@ def _stages(
         times += _unit_times(profile, cluster, rates, calibration, replace(split, recompute="none"))
         kept = replace(wires, recasts=False)
         traffic += _traffics(weights, cluster, rates, calibration, parsed.base, dims, waits is True, kept)
+    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
     pieces = StageParts(
         strategy=parsed,
         sharded=parsed.shards_parameters and not wires.partitions(parsed.base),
@@ -326,7 +323,7 @@ def _stages(
         contention=rates.contention if rates is not None else CONTENTION,
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
         gathers_ahead=rates is None,
-        buckets=None if rates is None else _buckets(cluster, rates, calibration, parsed, dims, wires),
+        buckets=ddp_buckets(machine, parsed, dims) if wires.copies != "units" else None,
     )
     number = len(model.units)
     found = [index for index, block in enumerate(pieces.blocks[:number]) if block]
@@ -345,22 +342,6 @@ def _stages(
             made[key] = stage_time(pieces, [*(before if key[1] else ()), *share, *(after if key[2] else ())])
         out.append(made[key])
     return tuple(out)
-
-
-def _buckets(
-    cluster: Same[ClusterSpec],
-    rates: Rates | None,
-    calibration: Calibration | None,
-    strategy: Strategy,
-    dims: ParallelDims,
-    wires: Wires,
-) -> tuple[Callable[[float], float], float, float] | None:
-    """Return the seconds of DDP's buckets and their sizes; None where gradients are not reduced in buckets."""
-    if strategy.base not in ("ddp", "zero1") or wires.copies == "units":
-        return None
-    machine = Machine(cluster=cluster.value, gpu=cluster.value.gpu, rates=rates, calibration=calibration)
-    ranks, inner = dims.dp * dims.cp, max(1, cluster.value.devices_per_node // dims.tp)
-    return lambda size: machine.collective_s("all_reduce", size, ranks, inner), FIRST_BUCKET, BUCKET
 
 
 def _recomputed(blocks: list[tuple[int, int]], layers: int | None, number: int) -> list[tuple[int, int]]:
@@ -498,16 +479,6 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     apart = plan.dims.world_size // plan.dims.pp
     per_node = 1 if apart >= machine.cluster.devices_per_node else 2
     return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
-
-
-def _cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
-    """Seconds of a CPU's step outside of kernels and of modules' own calls."""
-    strategy, pp = plan.parsed, plan.dims.pp
-    tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
-    calls = CPU_STEP_CALLS + tensors * (CPU_TENSOR_CALLS + (CPU_BROADCAST_CALLS if strategy.base == "zero1" else 0.0))
-    each = CPU_STAGE_CALLS if pp > 1 else 0.0
-    each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
-    return (calls + each * plan.grad_accum) * rates.launch_s
 
 
 def _clean(seconds: float) -> float:

@@ -1,0 +1,44 @@
+"""Seconds of a CPU's step outside of kernels, in calls of a small module: what Python, autograd and hooks take.
+
+Fitted on 112 configurations of two ranks over four links (``benchmarks/choice``), all on one machine of two cores: the
+median error of a step was 12 %, 10 to 20 % for a model that the fit had not seen. Others may differ by more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.cost.time.machine import Machine, Rates
+from shardwise.model.profile import ModelProfile
+from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy
+
+# Calls (`Rates.launch_s`) of a step, of each trained tensor (and where ZeRO-1 broadcasts it), in a micro batch of FSDP2
+# around a unit and of a pipeline around its stage.
+CPU_STEP_CALLS, CPU_TENSOR_CALLS, CPU_BROADCAST_CALLS, CPU_UNIT_CALLS, CPU_STAGE_CALLS = 400.0, 8.0, 25.0, 350.0, 200.0
+FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
+SPREAD_CPU = (0.85, 1.3)  # the middle 80 % of measured over predicted steps of `benchmarks/choice`, which were seen
+
+
+def cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
+    """Seconds of a CPU's step outside of kernels and of modules' own calls."""
+    strategy, pp = plan.parsed, plan.dims.pp
+    tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
+    calls = CPU_STEP_CALLS + tensors * (CPU_TENSOR_CALLS + (CPU_BROADCAST_CALLS if strategy.base == "zero1" else 0.0))
+    each = CPU_STAGE_CALLS if pp > 1 else 0.0
+    each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
+    return (calls + each * plan.grad_accum) * rates.launch_s
+
+
+def ddp_buckets(
+    machine: Machine, strategy: Strategy, dims: ParallelDims
+) -> tuple[Callable[[float], float], float, float] | None:
+    """Return the seconds of DDP's buckets of so many bytes, and the sizes of the first and of the others.
+
+    None of sharded gradients, and of a GPU, where the units of large models stand for buckets.
+    """
+    if machine.rates is None or strategy.base not in ("ddp", "zero1"):
+        return None
+    ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
+    return lambda size: machine.collective_s("all_reduce", size, ranks, inner), FIRST_BUCKET, BUCKET
