@@ -95,7 +95,9 @@ def test_costs_are_read_off_the_measured_curve() -> None:
     for size, took in expected.items():
         assert seconds(file_of(), "all_gather", size, Group(2, 2), CPUS) == pytest.approx(took), size
     lone = file_of(links=[link("all_gather", bus_bytes_per_s=None)])
-    assert seconds(lone, "all_gather", 300_000, Group(2, 2), CPUS) == pytest.approx(33e-3), "no fit: in proportion"
+    assert seconds(lone, "all_gather", 300_000, Group(2, 2), CPUS) == pytest.approx(31e-3), "no fit: on"
+    flat = Measured("all_gather", 2, 2, ((1e3, 20e-3), (1e6, 21e-3)))
+    assert flat.seconds(2e6) == pytest.approx(42e-3), "all is latency: in proportion, an upper bound"
 
 
 def test_a_measured_reduce_scatter_is_not_doubled_again() -> None:

@@ -71,6 +71,7 @@ SEND_PART = {"nvlink": 0.80, "xgmi": 0.12, "pcie": 0.80, "network": 0.90, "loopb
 SEND_START_S = {"nvlink": 10e-6, "xgmi": 15e-6, "pcie": 15e-6, "network": 25e-6, "loopback": 2e-4}
 ALL_TO_ALL = 0.9  # of the ring's bandwidth (nccl_h100_tuning.json: 0.96; SimuMax's B200: 0.89)
 OWN_CARD_BYTES_PER_S = 6.25e9  # below 50 Gbit/s for each device, a node's devices share its network card
+RISEN = 1.2  # seconds of the largest measured message over the smallest's, from which on its bytes are seen
 OVERLAP_SLOWDOWN = 1.1  # a collective beside computation, for the scheduler to apply; an estimate
 
 
@@ -113,8 +114,9 @@ class Measured:
     def seconds(self, message_bytes: float) -> float:
         """Interpolate the curve linearly between the measured sizes.
 
-        Below the smallest size its seconds are returned; beyond the largest the fit's rate per byte applies, without a
-        fit the rate of the largest.
+        Below the smallest size its seconds are returned; beyond the largest the fit's rate per byte applies. Without a
+        fit it is the rate between the two largest sizes, where these take longer than the smallest, else that of the
+        largest: an upper bound, many times too long where all is latency.
         """
         index = bisect.bisect_left(self.curve, (message_bytes, -math.inf))
         if index == 0:
@@ -122,7 +124,10 @@ class Measured:
         small, small_s = self.curve[index - 1]
         if index == len(self.curve):
             if self.fit is None:
-                return small_s * message_bytes / small
+                before, before_s = self.curve[-2] if len(self.curve) > 1 else (0.0, 0.0)
+                if before_s == small_s or small_s < RISEN * self.curve[0][1]:
+                    before, before_s = 0.0, 0.0
+                return small_s + (message_bytes - small) * (small_s - before_s) / (small - before)
             return small_s + (message_bytes - small) * _share(self.kind, self.ranks) / self.fit.bus_bytes_per_s
         large, large_s = self.curve[index]
         return small_s + (large_s - small_s) * (message_bytes - small) / (large - small)
