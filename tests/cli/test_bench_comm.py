@@ -106,8 +106,9 @@ def test_plan_predicts_seconds_of_the_ranks_that_were_measured(
         untimed = shardwise(*words, str(changed(tmp_path / "other.toml", file, change)))
         assert not any(one["step_time_s"] for one in json.loads(untimed.stdout)["candidates"])
         assert words_said in untimed.stderr.replace("\n", " ")
-    low = shardwise(*words, str(changed(tmp_path / "cpus.toml", file, {})), "--precision", "bf16")
-    assert not any(one["step_time_s"] for one in json.loads(low.stdout)["candidates"]), "fp32 was measured"
+    for not_measured in (["--precision", "bf16"], ["--compile"]):
+        other = shardwise(*words, str(changed(tmp_path / "cpus.toml", file, {})), *not_measured)
+        assert not any(one["step_time_s"] for one in json.loads(other.stdout)["candidates"]), not_measured
 
 
 def test_what_was_measured_elsewhere_is_refused(found: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:

@@ -109,12 +109,17 @@ def default_costs(rates: Rates | None = None, calibration: Calibration | None = 
     return Costs(estimate=estimate, peak_lower_bound=peak_lower_bound, step_time=measured)
 
 
-def _is_timed(cluster: ClusterSpec, costs: Costs | None, precision: str) -> bool:
-    """Return whether the speed of the device and of its links is known, from the catalogue or measured."""
-    device = bool(cluster.gpu is not None and cluster.gpu.peak_flops) or (
-        costs is not None and precision in costs.measured
-    )
-    return device and ((costs is not None and costs.links_known) or not unknown_links(cluster))
+def _is_timed(
+    profile: ModelProfile, workload: Workload, cluster: ClusterSpec, costs: Costs | None, precision: str
+) -> bool:
+    """Return whether the speed of the device and of its links is known, from the catalogue or measured.
+
+    Convolutions, experts and compiled blocks are not among a CPU's measured kernels.
+    """
+    in_table = cluster.gpu is not None and bool(cluster.gpu.peak_flops)
+    other = workload.compiled or any(op.kind == "conv" or op.experts for unit in profile.units for op in unit.ops)
+    measured = costs is not None and precision in costs.measured and not other
+    return (in_table or measured) and ((costs is not None and costs.links_known) or not unknown_links(cluster))
 
 
 def ask(
@@ -149,14 +154,7 @@ def ask(
         totals=totals_of(profile, workload, cluster, precision),
         precision=precision,
         usable=usable_bytes(cluster),
-        timed=rates is not None
-        or bool(
-            (
-                (costs is not None and precision in costs.measured)
-                or (cluster.gpu is not None and cluster.gpu.peak_flops)
-            )
-            and ((costs is not None and costs.links_known) or not unknown_links(cluster))
-        ),
+        timed=rates is not None or _is_timed(profile, workload, cluster, costs, precision),
         only_runnable=only_runnable,
         any_plan=any_plan,
         plain=plain,
