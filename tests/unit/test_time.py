@@ -412,12 +412,23 @@ def test_measured_kernels_are_read_between_their_sizes() -> None:
 
 
 def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
-    """A model below 25 MB sends a first bucket of 1 MiB, and the rest when its backward has ended."""
-    tiny = model(layers=8, hidden=256, seq_len=64)
-    slow = Calibration(fits=tuple(((kind, "node"), LinkFit(0.0, 1e7)) for kind in ("all_reduce", "all_gather")))
-    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": rates(), "calibration": slow})
-    sent_s = 4.0 * tiny.num_trainable / 1e7
-    assert 0.9 * sent_s < found.exposed_dp_s < 1.1 * sent_s
+    """A model below 25 MB sends a first bucket of 1 MiB behind its backward, and the rest when that has ended."""
+    tiny = profile_of(
+        Architecture(
+            name="tiny", family="llama", layers=8, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=384, vocab=256,
+            max_seq_len=64,
+        ),
+        64,
+    )  # fmt: skip
+    measured = replace(rates(), contention=0.0)
+    alone = predict("ddp", CPU.model_copy(update={"devices_per_node": 1}), tiny, precision="fp32",
+                    options={"rates": measured})  # fmt: skip
+    sent = 4.0 * tiny.num_trainable
+    assert 2 * 2**20 < sent < 25 * 2**20
+    bytes_per_s = sent / (0.3 * alone.compute_s)  # units that were reduced one by one would hide nearly all of it
+    links = Calibration(fits=((("all_reduce", "node"), LinkFit(0.0, bytes_per_s)),))
+    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": measured, "calibration": links})
+    assert found.exposed_dp_s == pytest.approx((sent - 2**20) / bytes_per_s, rel=0.02)
 
 
 def test_an_unknown_precision_or_link_is_said() -> None:

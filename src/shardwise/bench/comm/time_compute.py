@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise.cost.compute_calibration import Kernel, MeasuredCompute
+from shardwise.cost.time.machine import HEAD_DIM
 from shardwise.distributed.process_group import Ranks, gather_text
 from shardwise.hardware.cpu import cores_here
 
@@ -28,7 +29,7 @@ ROWS = (64, 256, 1024)
 WIDTHS = (64, 256, 1024)
 ELEMENTS = (2**12, 2**15, 2**18, 2**20, 2**22)
 LENGTHS = (64, 128, 256, 512, 1024)
-HEADS, HEAD_DIM, WIDTH = 4, 64, 256
+HEADS, WIDTH = 4, 256
 STEPPED = (2**14, 2**17, 2**20, 2**22)
 ROUNDS, LEAST_S = 7, 3e-3
 COMM_ELEMENTS = 2**20
@@ -110,9 +111,7 @@ def time_compute(ranks: Ranks, log: Callable[[str], None] = lambda text: None) -
 
 
 def _cells() -> Iterator[Cell]:
-    for rows, depth, columns in itertools.product(
-        ROWS, WIDTHS, WIDTHS
-    ):  # a weight's gradient has rows as its contraction
+    for rows, depth, columns in itertools.product(ROWS, WIDTHS, WIDTHS):
         operands = torch.randn(rows, depth), torch.randn(columns, depth)
         yield Cell("product", (rows, depth, columns), partial(functional.linear, *operands))
     for elements in ELEMENTS:
