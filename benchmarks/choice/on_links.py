@@ -217,7 +217,7 @@ def time_plans(
     for turn in range(WARM_UP + TURNS[1]):
         for place in range(len(plans)):
             index = (place + turn) % len(plans)
-            contenders[index](next(batches[index]))  # the caches have another plan's tensors
+            contenders[index](next(batches[index]))  # not timed: the caches have another plan's tensors
             window = next(batches[index])
             dist.barrier(ranks.control)
             begin = time.perf_counter()

@@ -53,7 +53,10 @@ def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") 
         if links.compute is None:
             why = "made by an earlier version, which did not measure how fast a CPU computes"
         return [f"--calibration has no effect on this plan: it was {why}; {FIX} --nproc {cluster.devices_per_node}"]
-    return [f"times are over {links.says()}", *notes]
+    if cluster.device == "cpu" and notes:  # there is no catalogue to stand in
+        return [f"--calibration has no effect on this plan, as {notes[0].partition(';')[0]}; {FIX} --max-size 256MiB"]
+    beside = "; in fp32, without convolutions, experts and compiled blocks" if cluster.device == "cpu" else ""
+    return [f"times are over {links.says()}{beside}", *notes]
 
 
 def compute_of(links: CalibrationFile, cluster: ClusterSpec) -> MeasuredCompute | None:

@@ -1,7 +1,7 @@
 """Seconds of a CPU's step outside of kernels, in calls of a small module: what Python, autograd and hooks take.
 
 Fitted on 112 configurations of two ranks over four links (``benchmarks/choice``), all on one machine of two cores: the
-median error of a step was 12 %, 10 to 20 % for a model that the fit had not seen. Others may differ by more.
+median error of a step was 12.6 %, 11 to 19 % for a model that a like fit had not seen. Others may differ by more.
 """
 
 from __future__ import annotations
