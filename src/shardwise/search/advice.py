@@ -63,14 +63,12 @@ class _Ways:
         away = candidate.memory.host_bytes if candidate.memory.offloaded_bytes else None
         text += f"; {bytes_text(away)} of host memory" if away else ""
         asked = self.problem.workload.program
-        left = {name: TYPE_DEFAULTS[name] for name in TYPE_FIELDS}
-        left = {
-            f"--{name}": one
-            for name, one in left.items()
-            if one == getattr(candidate.plan, name) != getattr(asked, name)
-        }
-        text += f"; without {' and '.join(f'{o} {getattr(asked, o[2:])}' for o in left)}" if left else ""
-        return text if self.command is None else f"{text}: {self.command({**options, **left}, candidate)}"
+        left = [
+            name for name in TYPE_FIELDS if getattr(candidate.plan, name) == TYPE_DEFAULTS[name] != getattr(asked, name)
+        ]
+        text += f"; without {' and '.join(f'--{name} {getattr(asked, name)}' for name in left)}" if left else ""
+        options = {**options, **{f"--{name}": TYPE_DEFAULTS[name] for name in left}}
+        return text if self.command is None else f"{text}: {self.command(options, candidate)}"
 
 
 def search_and_advise(
