@@ -15,23 +15,20 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from benchmarks.choice.run import stepper
+from benchmarks.choice.run import ChoiceTask, time_choices
 from pydantic import BaseModel, ConfigDict
-from torch import nn
 
 from shardwise.bench.comm.comm_report import calibration_file
 from shardwise.bench.comm.fit_links import fit
 from shardwise.bench.comm.time_collectives import bench_comm
 from shardwise.bench.comm.time_compute import time_compute
-from shardwise.bench.step.step_bench import Batch
 from shardwise.cli.bench_comm import CommRequest, facts
-from shardwise.distributed.process_group import Ranks, gather_ints
+from shardwise.distributed.process_group import Ranks
 from shardwise.errors import DoesNotFit, PlanError, UserError
 from shardwise.hardware.cluster import ClusterSpec, detect
 from shardwise.launch.on_ranks import as_rank
@@ -40,11 +37,7 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.run.job import Job, prepare_job
-from shardwise.train.config import Config, read_config
-from shardwise.train.data.corpus import open_corpus
-from shardwise.train.data.order import rank_ids
-from shardwise.train.data.samples import order_for, samples_for
-from shardwise.train.model import model_factory
+from shardwise.train.config import read_config
 from tests.netns import two_hosts, why_not
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
@@ -62,7 +55,6 @@ STRATEGIES = {
     2: ("ddp", "zero1", "zero2", "fsdp", "ddp+tp2", "ddp+pp2", "ddp+cp2"),
     4: ("ddp", "zero1", "zero2", "fsdp", "hsdp", "fsdp+tp2", "ddp+tp2", "fsdp+pp2", "ddp+pp4", "fsdp+cp2"),
 }
-WARM_UP = 1
 TURNS = (4, 12)  # at least and at most
 BUDGET_S = 18.0  # of one model on one link
 PROBE_S = 2.5  # of each collective and axis
@@ -157,9 +149,9 @@ def _rank(task: Task, ranks: Ranks) -> None:
     for job, plans in zip(task.jobs, task.plans, strict=True):
         probes.append(_probe(task, ranks))
         began = time.time()
-        seconds = _time_model(job, plans, ranks)
+        found = time_choices(ChoiceTask(job=job, plans=plans, turns=TURNS, budget_s=BUDGET_S), ranks)
         case = {"model": Path(str(job.config.model.config)).stem, "plans": [plan.to_toml() for plan in plans]}
-        cases.append(case | {"seconds": seconds, "began": began, "load": os.getloadavg()[0]})
+        cases.append(case | {"seconds": found and found["seconds"], "began": began, "load": os.getloadavg()[0]})
     probes.append(_probe(task, ranks))
     if ranks.is_main:
         task.output.write_text(json.dumps({"probes": probes, "cases": cases}))
@@ -179,56 +171,6 @@ def _probe(task: Task, ranks: Ranks) -> dict[str, Any]:
     known = facts(request, ranks) | {"compute": compute.model_dump(mode="json")}
     file = calibration_file(known, measured, [fit(one) for one in measured])
     return {"began": began, "calibration": file.model_dump(mode="json", by_alias=True, exclude_none=True)}
-
-
-def _time_model(job: Job, plans: Sequence[Plan], ranks: Ranks) -> list[list[float]]:
-    """The slowest rank's seconds of each plan's steps."""
-    corpus = open_corpus(job.corpus)
-    data = samples_for(corpus, job.config)
-    order = order_for(data, job.config, endless=True)
-
-    def batches(plan: Plan) -> Iterator[list[Batch]]:
-        """Windows of micro batches of this rank, whose neighbours in a model-parallel group get the same."""
-        dims, position = plan.dims, 0
-        place = dims.place(ranks.rank).dp
-        while True:
-            ids = rank_ids(order, position, dims.dp, place, plan.micro_batch, plan.grad_accum)
-            yield [data.batch(one) for one in ids]
-            position += plan.micro_batch * plan.grad_accum * dims.dp
-
-    factory = model_factory(job.config, corpus.vocab_size)
-    return time_plans(job.config, plans, factory, [batches(plan) for plan in plans], ranks)
-
-
-def time_plans(
-    config: Config,
-    plans: Sequence[Plan],
-    factory: Callable[[], nn.Module],
-    batches: Sequence[Iterator[list[Batch]]],
-    ranks: Ranks,
-) -> list[list[float]]:
-    """Seconds of optimizer steps of each plan, in an order that rotates every turn.
-
-    All ranks meet before each step, so that none is charged for another's wait.
-    """
-    contenders = [stepper(config, plan, factory, ranks) for plan in plans]
-    times: list[list[float]] = [[] for _ in plans]
-    began = time.perf_counter()
-    for turn in range(WARM_UP + TURNS[1]):
-        for place in range(len(plans)):
-            index = (place + turn) % len(plans)
-            contenders[index](next(batches[index]))  # not timed: the caches have another plan's tensors
-            window = next(batches[index])
-            dist.barrier(ranks.control)
-            begin = time.perf_counter()
-            contenders[index](window)
-            mine = time.perf_counter() - begin
-            if turn >= WARM_UP:
-                times[index].append(max(row[0] for row in gather_ints([int(mine * 1e9)], ranks)) / 1e9)
-        over = gather_ints([int(time.perf_counter() - began > BUDGET_S)], ranks)[0][0]
-        if turn + 1 >= WARM_UP + TURNS[0] and over:
-            break
-    return times
 
 
 if __name__ == "__main__":

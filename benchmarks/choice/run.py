@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +21,7 @@ from torch import nn
 
 from shardwise.bench.step.step_bench import Batch
 from shardwise.cli.train import threads
-from shardwise.distributed.process_group import Ranks
+from shardwise.distributed.process_group import Ranks, gather_ints
 from shardwise.errors import DoesNotFit, PlanError, UserError
 from shardwise.launch.on_ranks import on_ranks
 from shardwise.plan.plan import Plan
@@ -38,7 +37,6 @@ from shardwise.train.optimizer import build_optimizer
 from shardwise.train.session import Session
 from shardwise.units import seconds_text
 
-WARM_UP = 4
 NEAR = 1.10  # the chosen plan's time over the best one's that is aimed at
 
 
@@ -49,6 +47,8 @@ class ChoiceTask(BaseModel):
 
     job: Job
     plans: tuple[Plan, ...]
+    turns: tuple[int, int]
+    budget_s: float = float("inf")
 
 
 def run_bench_choice(
@@ -125,7 +125,7 @@ def _case(file: Path, overrides: list[str], world: int, steps: int) -> dict[str,
             if (base != job.plan.strategy) and (plan := _pinned(file, [*words, f"parallel.strategy={base}"])):
                 plans[base] = plan
         chosen = job.plan.strategy
-        task = ChoiceTask(job=job, plans=tuple(plans.values()))
+        task = ChoiceTask(job=job, plans=tuple(plans.values()), turns=(steps, steps))
         found = on_ranks(f"{__name__}:time_choices", task, world, device=job.plan.device, threads=threads(job))[0]
     samples = dict(zip(plans, found["seconds"], strict=True))
     medians = {name: statistics.median(times) for name, times in samples.items()}
@@ -157,17 +157,20 @@ def time_choices(task: ChoiceTask, ranks: Ranks) -> dict[str, Any] | None:
     job, corpus = task.job, open_corpus(task.job.corpus)
     data = samples_for(corpus, job.config)
     order = order_for(data, job.config, endless=True)
-    share = (job.plan.global_batch or ranks.world_size) // ranks.world_size
 
-    def batches() -> Iterator[Batch]:
-        position = 0
+    def batches(plan: Plan) -> Iterator[list[Batch]]:
+        """Windows of micro batches of this rank, whose neighbours in a model-parallel group get the same."""
+        dims, position = plan.dims, 0
+        place = dims.place(ranks.rank).dp
         while True:
-            inputs, labels = data.batch(rank_ids(order, position, ranks.world_size, ranks.rank, share, 1)[0])
-            yield inputs.to(ranks.device), labels.to(ranks.device)
-            position += share * ranks.world_size
+            ids = rank_ids(order, position, dims.dp, place, plan.micro_batch, plan.grad_accum)
+            found = (data.batch(one) for one in ids)
+            yield [(inputs.to(ranks.device), labels.to(ranks.device)) for inputs, labels in found]
+            position += plan.micro_batch * plan.grad_accum * dims.dp
 
     factory = model_factory(job.config, corpus.vocab_size)
-    seconds = time_plans(job.config, list(task.plans), factory, batches(), ranks, job.config.train.steps or 1)
+    each = [batches(plan) for plan in task.plans]
+    seconds = time_plans(job.config, task.plans, factory, each, ranks, task.turns, task.budget_s)
     device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
     return {"device": device, "threads": torch.get_num_threads(), "seconds": seconds} if ranks.is_main else None
 
@@ -176,30 +179,36 @@ def time_plans(
     config: Config,
     plans: Sequence[Plan],
     factory: Callable[[], nn.Module],
-    batches: Iterator[Batch],
+    batches: Sequence[Iterator[list[Batch]]],
     ranks: Ranks,
-    steps: int,
+    turns: tuple[int, int],
+    budget_s: float,
 ) -> list[list[float]]:
-    """Seconds of ``steps`` optimizer steps of each plan on this rank, in an order that rotates every turn.
+    """Seconds of optimizer steps of each plan on the slowest rank, in an order that rotates every turn.
 
-    ``batches`` gives a rank's whole share of a global batch; each plan cuts it into its own micro batches. All ranks
-    meet before each step, so that none is charged for another's wait.
+    The first turn is not timed, and of each other one the first of two steps is not: the caches have another plan's
+    tensors. All ranks meet before a step, so that none is charged for another's wait. After ``budget_s`` no turn begins
+    beyond the first of ``turns``, the fewest and the most.
     """
     contenders = [stepper(config, plan, factory, ranks) for plan in plans]
     times: list[list[float]] = [[] for _ in plans]
-    for turn in range(WARM_UP + steps):
-        inputs, labels = next(batches)
+    began = time.perf_counter()
+    for turn in range(1 + turns[1]):
         for place in range(len(plans)):
             index = (place + turn) % len(plans)
-            pieces = plans[index].grad_accum
-            window = list(zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True))
-            dist.barrier()
+            contenders[index](next(batches[index]))
+            window = next(batches[index])
+            gather_ints([0], ranks)
             begin = time.perf_counter()
             contenders[index](window)
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize()
-            if turn >= WARM_UP:
-                times[index].append(time.perf_counter() - begin)
+            mine = time.perf_counter() - begin
+            if turn:
+                times[index].append(max(row[0] for row in gather_ints([int(mine * 1e9)], ranks)) / 1e9)
+        over = gather_ints([int(time.perf_counter() - began > budget_s)], ranks)[0][0]
+        if turn >= turns[0] and over:
+            break
     return times
 
 
