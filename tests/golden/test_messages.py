@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -499,6 +500,7 @@ def test_none_is_nothing_only_where_a_key_can_be_left_out(shared: Path) -> None:
 def write() -> None:
     """Run every case and write what it says, without what this machine has learnt from earlier runs."""
     found = {}
+    logging.getLogger("torchao").addHandler(logging.NullHandler())  # else what it cannot load is printed
     with tempfile.TemporaryDirectory() as top, mock.patch.dict(os.environ, {"SHARDWISE_HISTORY": "off"}):
         (Path(top) / "shared").mkdir()
         shared = make_shared(Path(top) / "shared")

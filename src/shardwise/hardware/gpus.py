@@ -197,8 +197,8 @@ def _table() -> tuple[tuple[tuple[str, ...], str, tuple[str, ...], GpuSpec], ...
 def _gpu(name: str, row: dict[str, Any]) -> GpuSpec:
     source = row["source"]
     if "pcie_generation" in row:
-        generation = row["pcie_generation"]
-        pcie = Link(kind="pcie", bytes_per_s=pcie_bytes_per_s(generation), source=f"PCIe {generation} x16")
+        generation, lanes = row["pcie_generation"], row.get("pcie_lanes", 16)
+        pcie = Link(kind="pcie", bytes_per_s=pcie_bytes_per_s(generation, lanes), source=f"PCIe {generation} x{lanes}")
     else:
         pcie = Link(kind="pcie", bytes_per_s=row.get("host_bytes_per_s"), source="NVLink-C2C to the CPU")
     links = {
