@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -392,3 +393,26 @@ def test_a_loop_too_short_for_a_receipt_says_so(caplog: pytest.LogCaptureFixture
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert "no receipt, as the loop ended before its optimizer step 2" in caplog.text
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, True), (2, False)])
+def test_a_program_that_ends_before_the_receipt_says_so(
+    steps: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a ``with`` only the interpreter's end tells that the loop has ended."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at_exit: list[Any] = []
+    with mock.patch("atexit.register", at_exit.append), mock.patch("atexit.unregister", at_exit.remove):
+        observer = shardwise.observe(model, optimizer)
+        loss = shardwise.check_gradients(model, optimizer, lambda x: model(x).sum(), step=2)
+        for _ in range(steps):
+            loss(torch.ones(1, 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for warn in at_exit:
+            warn()
+    assert ("observe: no receipt, as the loop ended before its optimizer step 2" in caplog.text) is said
+    assert ("check_gradients: no report, as the training ended before its step 2" in caplog.text) is said
+    observer.detach()
+    loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -63,6 +64,8 @@ class GradientCheck:
         self._leftover = False
         self._scale, self._calls, self._records, self._to_come = 1.0, 0, True, step - 1
         last = optimizers[-1]
+        self._is_main = not dist.is_initialized() or dist.get_rank() == 0  # at exit the group may be gone
+        atexit.register(self._warn_without_report)
         self._hooks = [last.register_step_pre_hook(self._before_step), last.register_step_post_hook(self._after_step)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +102,17 @@ class GradientCheck:
 
     def end(self) -> None:
         """Detach where the training has ended, and log on rank 0 if it never came to the step that is checked."""
-        if self._records and (not dist.is_initialized() or dist.get_rank() == 0):
-            _LOG.warning(f"check_gradients: no report, as the training ended before its step {self._step}")
+        self._warn_without_report()
         self.detach()
+
+    def _warn_without_report(self) -> None:
+        if self._records and self._is_main:
+            _LOG.warning(f"check_gradients: no report, as the training ended before its step {self._step}")
 
     def _end(self, running: Any) -> None:
         if not self._records:
             return
+        atexit.unregister(self._warn_without_report)
         self._records, self._batches, self._raw = False, [], {}
         remove_hooks(self._hooks, self._root, running)
         if self._ranks is not None:
@@ -114,8 +121,8 @@ class GradientCheck:
     def __enter__(self) -> GradientCheck:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.detach()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end() if kind is None else self.detach()
 
     def _was_skipped(self) -> bool:
         """Return whether fp16's scaler has skipped a step: gradients were not finite, and are cleared."""
@@ -180,7 +187,7 @@ class GradientCheck:
             self._end(self._hooks[0])
         if self.report is None:
             return
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if self._is_main:
             self._on_report(self.report)
         if self._on_difference == "error":
             self.report.require()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class LoopObserver:
         self.expected = expected
         root, wrapper = innermost(model)
         self._ranks = control_group()
+        self._is_main = not dist.is_initialized() or dist.get_rank() == 0  # at exit the group may be gone
         self._tied = tied_groups(root)
         self._trace: LoopTrace | None = LoopTrace(
             root, wrapper, optimizers, None if output is None else StepClock(root)
@@ -70,6 +72,7 @@ class LoopObserver:
             root.register_forward_pre_hook(self._before_forward),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
+        atexit.register(self._warn_without_receipt)
 
     def __enter__(self) -> LoopObserver:
         return self
@@ -83,13 +86,17 @@ class LoopObserver:
 
     def end(self) -> None:
         """Detach where the loop has ended, and log on rank 0 if it was too short for a receipt."""
+        self._warn_without_receipt()
+        self.detach()
+
+    def _warn_without_receipt(self) -> None:
         if self._trace is not None and self.receipt is None and self._is_main:
             _LOG.warning(f"observe: no receipt, as the loop ended before its optimizer step {_OBSERVED_STEP}")
-        self.detach()
 
     def _end(self, running: Any) -> None:
         if self._trace is None:
             return
+        atexit.unregister(self._warn_without_receipt)
         self._trace.stop(running)
         remove_hooks(self._hooks, self._trace.root, running)
         self._trace = None
@@ -166,10 +173,6 @@ class LoopObserver:
                 timed.finish(_PATIENCE_S)
         finally:
             self._end(running)
-
-    @property
-    def _is_main(self) -> bool:
-        return not dist.is_initialized() or dist.get_rank() == 0
 
     def _judge(self, trace: LoopTrace) -> Receipt | None:
         """Return the receipt of all ranks; ``None`` where a rank's facts cannot be read, which does not stop a run."""
