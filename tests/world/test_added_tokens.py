@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.added_rows import AddedTokens, SourceWithAddedRows
+from shardwise.checkpoint.added_rows import SourceWithAddedRows
+from shardwise.checkpoint.added_tokens import AddedTokens
 from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL
 from shardwise.checkpoint.readers.detect import open_source

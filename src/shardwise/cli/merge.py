@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from shardwise.checkpoint.added_rows import added_of, open_with_rows
+from shardwise.checkpoint.added_rows import open_with_rows
+from shardwise.checkpoint.added_tokens import added_of
 from shardwise.checkpoint.convert.check_merged import MergeVerdict, Pieces, check_merge
 from shardwise.checkpoint.convert.conversion import Written, convert
 from shardwise.checkpoint.convert.known_model import KnownModel, find_model

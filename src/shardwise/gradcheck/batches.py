@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from shardwise.gradcheck.compare import Gradients
 from shardwise.gradcheck.router_reference import RouterReference
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
+from shardwise.model.call_module import call
 from shardwise.plan.plan import Plan
 from shardwise.train.data.order import SampleOrder, rank_ids
 from shardwise.train.data.samples import NumberedSamples

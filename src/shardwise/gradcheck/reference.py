@@ -23,7 +23,7 @@ from shardwise.distributed.process_group import join, leave
 from shardwise.errors import ModelError, ShardwiseError
 from shardwise.gradcheck.batches import STEPS, Batch, Data, Key, Reference, global_batch, reference
 from shardwise.gradcheck.compare import TOLERANCE, compare
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
+from shardwise.model.call_module import call
 from shardwise.plan.plan import Plan
 from shardwise.train.loss import token_loss_sum
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -17,10 +18,12 @@ from shardwise.measure.utilisation import Utilisation, utilisation_lines
 from shardwise.receipts.receipt import Receipt
 from shardwise.report.terminal import print_findings, receipt_table, timing_table
 from shardwise.train.data.corpus import Corpus
-from shardwise.train.evaluate import Evaluation
-from shardwise.train.run_interface import Outcome
 from shardwise.train.tasks.registry import TaskData
 from shardwise.units import count_text, counted, seconds_text
+
+if TYPE_CHECKING:
+    from shardwise.train.evaluate import Evaluation
+    from shardwise.train.run_interface import Outcome
 
 PLAIN_LINES = 10
 ALL = 0.9995  # a share that is printed as 100.0 %

@@ -156,9 +156,11 @@ def check_samples(config: Config, corpus: TaskData) -> None:
         ConfigError: no evaluation will measure the best metric.
     """
     from shardwise.train.data.samples import samples_for
-    from shardwise.train.evaluator import check_best_metric
 
-    check_best_metric(config, corpus)
+    if config.train.best_metric is not None:
+        from shardwise.train.evaluator import check_best_metric
+
+        check_best_metric(config, corpus)
     if not isinstance(corpus, Corpus):  # of rows, each of which has a label
         return
     samples_for(corpus, config)

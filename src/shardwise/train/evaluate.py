@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from shardwise.errors import ConfigError
 from shardwise.import_object import load_object
+from shardwise.model.call_module import call
 from shardwise.parallel.chunked_loss import LateLogits
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.fsdp import reshard
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.data.samples import JoinedSources, NumberedSamples, on_device
 from shardwise.train.loss import IGNORED, count_labels, full_logits, token_loss_sum
 from shardwise.train.session import Session

@@ -15,31 +15,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import messages as exchange
-from shardwise.checkpoint.added_rows import AddedTokens, open_with_rows
+from shardwise.checkpoint.added_rows import open_with_rows
+from shardwise.checkpoint.added_tokens import AddedTokens
 from shardwise.checkpoint.format import read_manifest, step_folder
 from shardwise.checkpoint.load import has_average, load_checkpoint, rng_for
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.local_storage import Folder, folder_of
 from shardwise.checkpoint.weights import BaseWeights, load_weights
 from shardwise.errors import ConfigError
+from shardwise.model.call_module import call
 from shardwise.parallel.context_parallel.attention import sequence_share
 from shardwise.parallel.data_parallel.ddp import finish_reduction
 from shardwise.parallel.lora.adapters import add_adapters
 from shardwise.parallel.materialize import build
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train import resume
 from shardwise.train.average import WeightAverage
 from shardwise.train.config import Config
 from shardwise.train.data.isolation import Isolation, measure_isolation, shared_rows
 from shardwise.train.data.order import rank_ids
-from shardwise.train.data.samples import (
-    IsolatedSamples,
-    JoinedSources,
-    NumberedSamples,
-    on_device,
-    step_batches,
-)
+from shardwise.train.data.samples import IsolatedSamples, JoinedSources, NumberedSamples, on_device, step_batches
 from shardwise.train.evaluator import Evaluator
 from shardwise.train.finite import check_weights
 from shardwise.train.loss_spikes import LossSpikes

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.checkpoint.added_rows import AddedTokens, embedding_names
+from shardwise.checkpoint.added_rows import embedding_names
+from shardwise.checkpoint.added_tokens import AddedTokens
 from shardwise.checkpoint.layout import box_of, local_of, part_of
 from shardwise.model.read import clean_name
 from shardwise.train.session_interface import TrainingSession

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.checkpoint.added_rows import AddedTokens
+from shardwise.checkpoint.added_tokens import AddedTokens
 from shardwise.document import read_json
 from shardwise.errors import ModelError, did_you_mean
 from shardwise.import_object import check_kwargs, load_object
+from shardwise.model.call_module import call
 from shardwise.model.grouped_products import GroupedProducts
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.causal import configuration_file
 from shardwise.train.config import Config
 from shardwise.train.tasks.pretrained import pretrained

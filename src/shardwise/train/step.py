@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.control_message import collective_of
 from shardwise.errors import UserError
+from shardwise.model.call_module import call
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.engines.engine import Engine
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError
 from shardwise.train.nonfinite.replay_step import explained, random_state
 from shardwise.train.session_interface import TrainingSession

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.commit import LOCK, FolderLock, begin, commit, move_latest
 from shardwise.checkpoint.dtypes import CODES
 from shardwise.checkpoint.format import (
@@ -30,7 +31,6 @@ from shardwise.checkpoint.format import (
     short_list,
     step_folder,
 )
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL, Selection, TargetTensor
 from shardwise.checkpoint.readers.huggingface import CONFIG, INDEX, SINGLE
 from shardwise.checkpoint.readers.reader import Source

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.added_rows import added_of
+from shardwise.checkpoint.added_tokens import added_of
 from shardwise.checkpoint.matching import Expected
 from shardwise.checkpoint.readers.huggingface import CONFIG, HuggingFaceSource
 from shardwise.checkpoint.readers.reader import Source

@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from pydantic import ValidationError
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.matching import MODEL, Selection
 from shardwise.checkpoint.readers.reader import Source, TensorInfo
 from shardwise.checkpoint.readers.shardwise_reader import OwnSource

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.dcp import DcpSource, whole_number
 from shardwise.checkpoint.readers.huggingface import INDEX, SINGLE, HuggingFaceSource
 from shardwise.checkpoint.readers.inert import StoredTensor

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.dcp_metadata import FIX, ByteRange, Contents, DcpTensor, overlap, read_contents
 from shardwise.checkpoint.readers.inert import StoredTensor
 from shardwise.checkpoint.readers.reader import TensorInfo

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.inert import InertRecord
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.restricted import load_restricted, printable

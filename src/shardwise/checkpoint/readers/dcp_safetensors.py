@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import Shard, TensorEntry, short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly, read_pieces
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, RangeReader

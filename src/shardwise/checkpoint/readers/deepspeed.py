@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.deepspeed_folder import (
     AGAIN,
     GATHER,

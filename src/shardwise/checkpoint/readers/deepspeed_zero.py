@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.restricted import StoredTensor
 from shardwise.checkpoint.readers.torch_file import TorchFile

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import LARGEST_MANIFEST, Shard, parsed_json, short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly
 from shardwise.checkpoint.shard_files import ShardReader
 from shardwise.checkpoint.storage.local_storage import Folder, read_small

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.readers.reader import TensorInfo, WeightsOnly
 
 _PREFIX = "model/"

@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import Shard
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.shard_files import ShardReader, overlaps
 
 

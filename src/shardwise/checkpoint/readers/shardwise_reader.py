@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.dtypes import DTYPES
 from shardwise.checkpoint.format import Shard, checkpoint_in, read_manifest
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.reader import TensorInfo, read_pieces
 from shardwise.checkpoint.shard_files import ShardReader, in_threads, wrong_bytes
 from shardwise.checkpoint.storage.local_storage import Folder

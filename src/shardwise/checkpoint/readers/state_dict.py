@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.format import LARGEST_MANIFEST, parsed_json, short_list
-from shardwise.checkpoint.layout import Box
 from shardwise.checkpoint.readers.reader import TensorInfo
 from shardwise.checkpoint.readers.restricted import printable
 from shardwise.checkpoint.readers.state_names import GROUPS, Path, sort_out

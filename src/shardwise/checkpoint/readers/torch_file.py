@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from shardwise.checkpoint.layout import Box
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.readers.inert import InertRecord, StorageKind, StoredStorage, StoredTensor, Unreadable
 from shardwise.checkpoint.readers.restricted import load_from_stream, load_restricted, printable
 from shardwise.checkpoint.storage.local_storage import CHUNK, Folder, RangeReader, is_local

@@ -8,7 +8,7 @@ for each new shape of inputs, the sender first sends the hidden state's form as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree
 
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.errors import ModelError, UserError
+from shardwise.model.call_module import call
 from shardwise.parallel.pipeline_parallel.stage_module import Receive
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -367,13 +368,6 @@ class RunStage(_PipelineStageBase):
         COMM_TIMER.leave()
         if self.work is not None and self.work.spans is not None:
             self.work.spans.append(StageSpan(self.stage_index, kind, micro, start, self._clock()))
-
-
-def call(module: nn.Module, inputs: Any) -> Any:
-    """Call ``module`` on the inputs of a micro batch, in any container."""
-    if isinstance(inputs, Mapping):
-        return module(**inputs)
-    return module(*inputs) if isinstance(inputs, list | tuple) else module(inputs)
 
 
 def _gradient_of(taken: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.distributed.process_group import Ranks, gather_text
+from shardwise.model.call_module import call
 from shardwise.parallel.data_parallel.fsdp import reshard
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.train.data.samples import IGNORED, IsolatedSamples, JoinedSources
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session_interface import TrainingSession

@@ -16,10 +16,10 @@ from torch import nn
 
 from shardwise.distributed.process_group import gather_ints, gather_text
 from shardwise.errors import ShardwiseError
+from shardwise.model.call_module import call
 from shardwise.model.read import clean_name
 from shardwise.parallel.data_parallel.fsdp import reshard
 from shardwise.parallel.ownership import ownership_of
-from shardwise.parallel.pipeline_parallel.stage_runtime import call
 from shardwise.plan.plan import Plan
 from shardwise.train.nonfinite.choose_source import Column, ReplayFacts, choose
 from shardwise.train.nonfinite.nonfinite_error import NonFiniteError, NonFiniteSource

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.added_rows import AddedTokens
+from shardwise.checkpoint.added_tokens import AddedTokens
 from shardwise.errors import ModelError
 from shardwise.model.read import find_blocks
 from shardwise.train.config import Config
