@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import bytes_of, reduced_dtype
-from shardwise.plan.traffic import data_traffic
+from shardwise.plan.traffic import ZERO1_TOGETHER, data_traffic
 
 Range = tuple[int, int]
 Unit = list[ParameterSpec]
@@ -78,7 +78,8 @@ def expected_traffic(
     used = _MARK_BYTES * number if plan.marks_used_parameters else 0
     traffic = {"all_reduce": Traffic(None, (reduced + used, reduced + used))}
     if plan.parsed.base == "zero1":
-        traffic["broadcast"] = Traffic((number, number), (stepped, stepped))
+        alone = sum(p.num_elements * p.itemsize >= ZERO1_TOGETHER for p in trained)
+        traffic["broadcast"] = Traffic((alone + (alone < number), number), (stepped, stepped))
     return traffic
 
 

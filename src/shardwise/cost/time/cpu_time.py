@@ -6,6 +6,7 @@ median error of a step was 12.6 %, 11 to 19 % for a model that a like fit had no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from shardwise.cost.time.machine import Machine, Rates
@@ -13,8 +14,9 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
+from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER
 
-# Calls (`Rates.launch_s`) of a step, of each trained tensor (and where ZeRO-1 broadcasts it), in a micro batch of FSDP2
+# Calls (`Rates.launch_s`) of a step, of each trained tensor, of each broadcast of ZeRO-1, in a micro batch of FSDP2
 # around a unit and of a pipeline around its stage.
 CPU_STEP_CALLS, CPU_TENSOR_CALLS, CPU_BROADCAST_CALLS, CPU_UNIT_CALLS, CPU_STAGE_CALLS = 400.0, 8.0, 25.0, 350.0, 200.0
 FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
@@ -25,10 +27,20 @@ def cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
     """Seconds of a CPU's step outside of kernels and of modules' own calls."""
     strategy, pp = plan.parsed, plan.dims.pp
     tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
-    calls = CPU_STEP_CALLS + tensors * (CPU_TENSOR_CALLS + (CPU_BROADCAST_CALLS if strategy.base == "zero1" else 0.0))
+    calls = CPU_STEP_CALLS + tensors * CPU_TENSOR_CALLS
+    if strategy.base == "zero1":
+        calls += CPU_BROADCAST_CALLS * _broadcasts(profile, plan.dims.dp * plan.dims.cp)
     each = CPU_STAGE_CALLS if pp > 1 else 0.0
     each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
     return (calls + each * plan.grad_accum) * rates.launch_s
+
+
+def _broadcasts(profile: ModelProfile, ranks: int) -> float:
+    """Messages of zero1's stepped weights in fp32."""
+    sizes = [(4 * w.num_elements, unit.count) for unit in profile.units for w in unit.weights if w.trainable]
+    small = sum(size * count for size, count in sizes if size < ZERO1_TOGETHER)
+    alone = sum(count for size, count in sizes if size >= ZERO1_TOGETHER)
+    return alone + ranks * math.ceil(small / ranks / ZERO1_MESSAGE)
 
 
 def ddp_buckets(

@@ -165,15 +165,15 @@ def _buffer_option(*, sync: bool) -> dict[str, Any]:
 def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     """Shard the optimizer's state over the ranks by full parameters.
 
-    PyTorch's ZeroRedundancyOptimizer assigns parameters to ranks to balance them, steps those, and broadcasts
-    them. A parameter is never split, so the largest one limits the balance. Frozen
-    parameters are left out: they would be broadcast needlessly. A single rank keeps its optimizer.
+    Each rank steps the parameters that are assigned to it to balance them, and broadcasts them. A parameter is never
+    split, so the largest one limits the balance. Frozen parameters are left out: they would be broadcast needlessly. A
+    single rank keeps its optimizer.
     """
     if dist.get_world_size() == 1:
         return optimizer
     with warnings.catch_warnings():  # torch.distributed.optim still uses torch.jit.script at import
         warnings.simplefilter("ignore", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from shardwise.parallel.data_parallel.sharded_optimizer import ShardedOptimizer
     kind = type(optimizer)
     if any("initial_lr" in group for group in optimizer.param_groups):
         raise ModelError(
@@ -186,6 +186,6 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # custom keys, too
     try:
-        return ZeroRedundancyOptimizer(groups, kind, **defaults)
+        return ShardedOptimizer(groups, kind, **defaults)
     except (TypeError, ValueError) as error:
         raise ModelError(f"zero1 cannot build {kind.__name__} from its defaults ({error}); use fsdp or ddp") from None
