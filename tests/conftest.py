@@ -20,8 +20,9 @@ from shardwise.launch import fork_server
 from tests import kept, turns
 from tests.fast import Fast
 from tests.ledger import DURATIONS, Ledger, within_its_budget
+from tests.logged import logged
 
-__all__ = ["within_its_budget"]
+__all__ = ["logged", "within_its_budget"]
 
 SERVERS = (
     "multiprocessing.forkserver",
@@ -55,6 +56,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"cases by turns: {turns.VARIABLE}={os.environ[turns.VARIABLE]}"
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests are nobody's garbage; the collector would walk millions of objects again and again
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Several workers take the files that last longest first, so that none is left alone with one at the end."""
     turns.leave_out(config, items)
@@ -65,8 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def leaves_the_environment() -> Iterator[None]:
-    before = dict(os.environ)
+    encoded = os.environ._data.copy()  # type: ignore[attr-defined]  # a tenth of decoding them all for each test
     yield
+    if os.environ._data == encoded:  # type: ignore[attr-defined]
+        return
+    before = {os.environ.decodevalue(name): os.environ.decodevalue(value) for name, value in encoded.items()}
     after = dict(os.environ)
     names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     names -= environment.SET_BY_LIBRARIES.keys()

@@ -30,7 +30,7 @@ MIB = 1024**2
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
     """What a fork finds loaded it need not load; not at the file's import, which is each worker's, for seconds."""
-    for name in ("torch._decomp", "torch._dynamo", "tests.preload"):
+    for name in ("torch._decomp", "torch._dynamo", "torch.distributed.optim", "shardwise.run.rank_main"):
         importlib.import_module(name)
 
 
@@ -44,6 +44,12 @@ two_blocks = functools.partial(Decoder, num_blocks=2)  # without a name: carried
 three_blocks = functools.partial(Decoder, num_blocks=3)
 
 
+@functools.cache
+def rehearsed(strategy: str, world: int) -> DryRun:
+    """Of two blocks; several tests look at one rehearsal."""
+    return dry_run(two_blocks, plan_of(strategy, world))
+
+
 def looks_at_values() -> nn.Module:
     class Looks(Decoder):
         def forward(self, ids):
@@ -54,8 +60,7 @@ def looks_at_values() -> nn.Module:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "hsdp", "zero1"])
 def test_state_is_what_the_closed_formulas_say(strategy):
-    plan = plan_of(strategy, 8)
-    found = dry_run(two_blocks, plan)
+    plan, found = plan_of(strategy, 8), rehearsed(strategy, 8)
     said = estimate_memory(read_model(two_blocks()), plan, Workload())
     # what FSDP2 holds is padded to equal chunks; here it divides nothing evenly
     padded = plan.parsed.shards_parameters
@@ -68,7 +73,7 @@ def test_state_is_what_the_closed_formulas_say(strategy):
 
 
 def test_the_collectives_are_the_programs():
-    found = {item.name: item for item in dry_run(two_blocks, plan_of("fsdp", 8)).collectives}
+    found = {item.name: item for item in rehearsed("fsdp", 8).collectives}
     # root and two blocks; the root stays gathered until backward
     assert found["all_gather"].calls == 3 + 2
     assert found["reduce_scatter"].calls == 3
@@ -77,7 +82,7 @@ def test_the_collectives_are_the_programs():
 
 
 def test_what_dtensor_thinks_of_whole_shapes_is_not_counted():
-    found = dry_run(two_blocks, plan_of("fsdp", 8))
+    found = rehearsed("fsdp", 8)
     (first,) = [p for p in found.phases if (p.step, p.name) == (1, "optimizer")]
     held = ("parameters", "gradients", "optimizer", "activations", "buffers")
     assert first.allocated - sum(first.parts[name] for name in held) < 16 * sum(1 for _ in two_blocks().parameters())

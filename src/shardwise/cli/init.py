@@ -146,7 +146,9 @@ def _parameters(facts: Any) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    from shardwise.model.undrawn import undrawn
+
+    with torch.device("meta"), undrawn():
         return sum(one.numel() for one in AutoModelForCausalLM.from_config(facts).parameters())
 
 

@@ -117,11 +117,12 @@ def _check_is_that_model(source: ModelSource, architecture: Architecture) -> Non
     import torch
 
     from shardwise.model.architecture import parameter_count
+    from shardwise.model.undrawn import undrawn
 
     name, expected = architecture.name, parameter_count(architecture)
     fix = "give its config.json or package.module:factory"
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), undrawn():
             found = sum(parameter.numel() for parameter in source.builder()().parameters())
     except Exception as error:  # transformers raises any type for unsupported models
         why = str(error).partition("\n")[0]

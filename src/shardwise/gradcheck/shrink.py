@@ -326,7 +326,7 @@ def _shrink_module(
     keep: dict[str, tuple[str, ...]] = {}
     changes: list[str] = []
     kept: list[str] = []
-    idle = _fake_run(Recipe(), factory, need.seq_len)[1]
+    idle = _fake_run(build(lambda: _construct(factory, Recipe()), 0, real=False), need.seq_len)[1]
     for item in lists:
         taken = chosen(list(item.kinds), need.blocks)
         if len(taken) == len(item.names):
@@ -365,7 +365,7 @@ def _problem(
         return f"without them it cannot be built ({_brief(error)})"
     if structure(module) != wanted:
         return "without them it has another structure"
-    problem, found = _fake_run(recipe, factory, seq_len)
+    problem, found = _fake_run(module, seq_len)
     if problem:
         return f"without them it does not run ({problem})"
     if idle is not None and found != idle:
@@ -373,12 +373,11 @@ def _problem(
     return ""
 
 
-def _fake_run(recipe: Recipe, factory: Callable[[], nn.Module], seq_len: int) -> tuple[str, frozenset[str]]:
+def _fake_run(module: nn.Module, seq_len: int) -> tuple[str, frozenset[str]]:
     """Run forward and backward on fake tensors; return the error and the unused parameters.
 
     Unused ones got no gradient.
     """
-    module = build(lambda: _construct(factory, recipe), 0, real=False)
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), dense_experts(module):
         warnings.simplefilter("ignore")
         try:

@@ -163,10 +163,12 @@ def _from_transformers(file: Path, model: str) -> KvCache:
     import transformers
     from transformers.utils import logging
 
+    from shardwise.model.undrawn import undrawn
+
     logging.set_verbosity_error()
     try:
         facts = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
+        with torch.device("meta"), undrawn():
             module = transformers.AutoModelForCausalLM.from_config(facts, dtype=torch.bfloat16, trust_remote_code=False)
         positions = getattr(facts.get_text_config(), "max_position_embeddings", None)
         return replace(traced_cache(module, model), max_positions=positions if isinstance(positions, int) else None)

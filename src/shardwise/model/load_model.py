@@ -135,6 +135,7 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     import transformers
 
     from shardwise.model.trace import trace_module
+    from shardwise.model.undrawn import undrawn
 
     facts.use_cache = False
     dropped = [key for key in LAYER_DROP if getattr(facts, key, 0.0)]
@@ -171,7 +172,7 @@ def _traced_transformers(facts: Any, name: str, seq_len: int | None, image: int 
     if ids is None and not images:
         raise ModelError(f"model '{name}' reads tokens, and the length of a sample is not given; set --seq-len")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), undrawn():
             module = auto.from_config(facts, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"model '{name}': transformers cannot build it: {error}; repair the configuration") from error

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.model.undrawn import undrawn
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -30,6 +32,7 @@ def parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        yield
+        with undrawn():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ are a bootstrap over the rounds: they do not include changes between times of da
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -64,12 +65,19 @@ def _slope(wire: Floats, seconds: Floats) -> float | None:
     """Median of bytes/s between any two points, weighted by their distance; None for too few."""
     if len(wire) < 2:
         return None
-    first, second = np.triu_indices(len(wire), k=1)
+    first, second = _pairs(len(wire))
     longer, more = seconds[second] - seconds[first], wire[second] - wire[first]
     order = np.argsort(longer / more)
     heavy = np.cumsum(more[order])
     middle = order[int(np.searchsorted(heavy, heavy[-1] / 2))]
     return float(more[middle] / longer[middle]) if longer[middle] > 0 else None
+
+
+@cache
+def _pairs(points: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Indices of any two points, asked for by each resample."""
+    first, second = np.triu_indices(points, k=1)
+    return first, second
 
 
 def _bootstrap(wire: Floats, rounds: Floats) -> list[tuple[float | None, float | None]]:
