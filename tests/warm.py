@@ -1,0 +1,62 @@
+"""`warm_up`: what PyTorch does the first time that it is asked, done once in the fork server and not in each rank.
+
+The first step of an optimizer over cut weights costs a third of a second: for each operation and shape, DTensor asks a
+fake tensor what comes out. The answers are kept by shape and know nothing of ranks or groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.models import decoder, ragged_batches
+
+
+def warm_up() -> None:
+    """Train the tests' own decoder in a group that has no ranks beside this one, sends nothing and starts no thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    luck = torch.get_rng_state()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        for make in (adamw, sgd):
+            _train(make)
+    finally:
+        dist.destroy_process_group()
+        _forget_groups()
+        torch.set_rng_state(luck)
+        torch.set_num_threads(threads)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _train(make: Any) -> None:
+    model = decoder()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make(model.parameters())
+    for source, target in ragged_batches(2):
+        loss = torch.nn.functional.cross_entropy(model(source).flatten(0, 1), target.flatten(), reduction="sum")
+        loss.backward()
+        optimizer.step()
+
+
+def _forget_groups() -> None:
+    """Answers of DTensor name the mesh that they are for; those of fake tensors, which stay, do not."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
