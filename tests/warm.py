@@ -6,14 +6,19 @@ fake tensor what comes out. The answers are kept by shape and know nothing of ra
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.receipts.receipt import Receipt
+from shardwise.report.terminal import print_receipt
 from tests.models import decoder, ragged_batches
 
 
@@ -26,6 +31,7 @@ def warm_up() -> None:
     try:
         for make in (adamw, sgd):
             _train(make)
+        print_receipt(Receipt(title="", lines=()), Console(file=io.StringIO()))
     finally:
         dist.destroy_process_group()
         _forget_groups()
@@ -47,6 +53,8 @@ def _train(make: Any) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    for parameter in model.parameters():  # a step asks for each one's place in the backward
+        get_gradient_edge(parameter)
     optimizer = make(model.parameters())
     for source, target in ragged_batches(2):
         loss = torch.nn.functional.cross_entropy(model(source).flatten(0, 1), target.flatten(), reduction="sum")
