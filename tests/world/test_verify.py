@@ -139,7 +139,7 @@ def sabotaged(task: str, fault: str) -> list[StrategyResult]:
             setattr(*_rights.pop())
 
 
-QWEN = {"tie_word_embeddings": True}
+QWEN: dict[str, Any] = {"tie_word_embeddings": True}
 # fault, strategy, ranks, model, what must be said (all of it)
 FAULTS = [
     ("mean_forgotten", "ddp", 2, "own", ["2 × too small: dp 2: the mean over dp"]),
@@ -181,7 +181,8 @@ def model_table(folder: Path, model: str) -> dict[str, Any]:
     if model == "own":
         return {}
     kind, changes = ("Qwen3Config", QWEN) if model == "qwen" else ("LlamaConfig", {})
-    return {"model": {"factory": None, "config": str(transformers_config(folder, kind, **changes))}}
+    made = transformers_config(folder, kind, num_hidden_layers=4, **changes)
+    return {"model": {"factory": None, "config": str(made)}}
 
 
 @pytest.fixture(scope="module")
