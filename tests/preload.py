@@ -26,6 +26,10 @@ quantise.bitsandbytes()  # seconds for each rank
 for _name in ("llama", "qwen3", "gpt2", "mistral", "gemma", "bert"):
     importlib.import_module(f"transformers.models.{_name}.modeling_{_name}")
 
+from tests.warm import warm_up
+
+warm_up()
+
 gc.collect()
 gc.enable()
 gc.freeze()  # what is here is nobody's garbage: neither the collector nor who counts tensors walks it in each rank

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,13 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             start_method="forkserver",
         )
         deadline = time.monotonic() + timeout_s
-        while any(p.is_alive() for p in context.processes) and time.monotonic() < deadline:
-            if any(p.exitcode not in (None, 0) for p in context.processes):
-                deadline = min(deadline, time.monotonic() + 2.0)  # let the peers say what they saw
-            time.sleep(0.005)
+        running = {p.sentinel: p for p in context.processes}
+        while running and (left_s := deadline - time.monotonic()) > 0:
+            for sentinel in wait(list(running), left_s):
+                ended = running.pop(sentinel)
+                ended.join()
+                if ended.exitcode:
+                    deadline = min(deadline, time.monotonic() + 2.0)  # let the peers say what they saw
         exits = [p.exitcode for p in context.processes]  # None: still running
         files = sorted(Path(tmp).glob("*.err"), key=lambda f: f.stat().st_mtime_ns)
         errors = {int(f.stem): f.read_text() for f in files}

@@ -85,7 +85,7 @@ def _wait_for_step(runs: Callable[[], bool], folder: Path, step: int) -> None:
         text = file.read_text() if file.exists() else ""
         if f'{{"step": {step}, "loss"' in text:
             return
-        time.sleep(0.001)
+        time.sleep(0.004)
     assert runs(), "the run ended before the step"
     raise AssertionError(f"step {step} was not reached")
 

@@ -30,6 +30,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
+from tests.contract import decided_once
 from tests.families import VOCAB, family
 from tests.turns import by_turns
 from tests.worlds import run_each, run_world
@@ -97,7 +98,11 @@ def batches(number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def right(world: int) -> dict[str, Alarms]:
-    return {f"{case[0]} {case[1]} {case[3]}": run(*case) for case in by_turns(RIGHT[world], 2, f"{world} ranks")}
+    found = {}
+    for strategy, model, accum, options in by_turns(RIGHT[world], 2, f"{world} ranks"):
+        with decided_once(f"{model} in float"):
+            found[f"{strategy} {model} {options}"] = run(strategy, model, accum, options)
+    return found
 
 
 @pytest.mark.turns(1)

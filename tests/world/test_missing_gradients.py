@@ -28,7 +28,7 @@ from tests.contract import both_here, here
 from tests.kept import kept
 from tests.worlds import run_world
 
-WIDTH, VOCAB, STEPS, LIMIT = 8, 11, 5, 1e-12
+WIDTH, VOCAB, STEPS, LIMIT = 8, 11, 4, 1e-12
 Batch = tuple[tuple[torch.Tensor, int], torch.Tensor]
 
 

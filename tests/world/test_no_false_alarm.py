@@ -16,11 +16,11 @@ from shardwise.receipts.effects import EffectsRecorder
 from shardwise.receipts.lines.option_lines import compute_line
 from shardwise.run.start import start
 from tests.contract import Gradients, Watch, worst
+from tests.kept import kept
 from tests.models import VOCAB, Decoder
 from tests.worlds import run_world
 
 Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
-STEPS = 3
 
 
 def tokens(model: nn.Module, inputs: Any, labels: Any) -> torch.Tensor:
@@ -128,13 +128,16 @@ def alarms(name: str, strategy: str, accum: int, recompute: str) -> list[str]:
     model = build(kind)
     outer, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.0))
     per_step = accum * session.dp
-    given, found = batches(STEPS * per_step), []
+    given, found = batches((3 if kind is Leaving else 2) * per_step), []
     for index, step in enumerate(session.steps(given)):
         session.module.step = index
         for micro in step:
             step.backward(loss(outer, micro.inputs, micro.labels), count=micro.num_tokens)
         step.update(optimizer)
-        expected = reference(name, given[index * per_step : (index + 1) * per_step], index)
+        window = given[index * per_step : (index + 1) * per_step]
+        expected = kept(
+            ("no false alarm", name, per_step, index), lambda window=window, step=index: reference(name, window, step)
+        )
         off, where = worst(watch.raw, expected)
         found += [f"step {index + 1}: {where} off by {off:.1e}"] if off > 1e-9 else []
     assert probe.receipt is not None

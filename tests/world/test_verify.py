@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import torch
 
 from shardwise.gradcheck.run import StrategyResult
 from tests.verifying import rows_of, task_for, transformers_config
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
-Patch = Callable[[], None]
+_rights: list[tuple[Any, str, Any]] = []
+
+
+def put(owner: Any, name: str, wrong: Any) -> None:
+    """Replace an attribute of a class or a module until the fault has been looked for."""
+    _rights.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, wrong)
 
 
 def step_weight(change: Callable[[Any, Any, float], float]) -> None:
@@ -21,7 +28,7 @@ def step_weight(change: Callable[[Any, Any, float], float]) -> None:
     from shardwise.train.step import Step
 
     right = Step.weight
-    Step.weight = lambda self, micro: change(self, micro, right(self, micro))
+    put(Step, "weight", lambda self, micro: change(self, micro, right(self, micro)))
 
 
 def mean_forgotten() -> None:
@@ -61,7 +68,7 @@ def never_synchronised() -> None:
     import shardwise.train.session as session
 
     right = session.set_gradient_sync
-    session.set_gradient_sync = lambda outer, enabled: right(outer, False)
+    put(session, "set_gradient_sync", lambda outer, enabled: right(outer, False))
 
 
 def only_the_last_micro_batch() -> None:
@@ -71,13 +78,13 @@ def only_the_last_micro_batch() -> None:
 def partial_never_summed() -> None:
     import shardwise.train.session as session
 
-    session.finish_partial = lambda parameters: None
+    put(session, "finish_partial", lambda parameters: None)
 
 
 def tied_never_summed() -> None:
     from shardwise.parallel.pipeline_parallel.schedule import Pipeline
 
-    Pipeline.finish_gradients = lambda self: None  # type: ignore[method-assign]
+    put(Pipeline, "finish_gradients", lambda self: None)
 
 
 def key_heads_swapped() -> None:
@@ -89,7 +96,7 @@ def key_heads_swapped() -> None:
         rows = len(full) // 2
         return right(name, full.roll(rows, 0) if name.endswith("k_proj.weight") else full, *rest)
 
-    split.distribute = wrong
+    put(split, "distribute", wrong)
 
 
 def local_attention() -> None:
@@ -102,7 +109,7 @@ def local_attention() -> None:
         held.calls += 1
         return scaled_dot_product_attention(*args, **options)
 
-    exchange._attend = local
+    put(exchange, "_attend", local)
 
 
 def zero_bubble_unguarded() -> None:
@@ -111,23 +118,28 @@ def zero_bubble_unguarded() -> None:
     import shardwise.parallel.pipeline_parallel.schedule as pipeline
     from shardwise.parallel.pipeline_parallel.stage_runtime import RunStage
 
-    decide.check_pipeline = pipeline.check_pipeline = lambda *_: None
-    RunStage.keep_gathered = lambda self: None  # type: ignore[method-assign]
+    put(decide, "check_pipeline", lambda *_: None)
+    put(pipeline, "check_pipeline", lambda *_: None)
+    put(RunStage, "keep_gathered", lambda self: None)
 
 
 def norm_counts_replicas() -> None:
     import shardwise.train.session as session
 
     right = session.global_norm
-    session.global_norm = lambda *args: right(*args) * 2**0.5
+    put(session, "global_norm", lambda *args: right(*args) * 2**0.5)
 
 
 def sabotaged(task: str, fault: str) -> list[StrategyResult]:
     globals()[fault]()
-    return rows_of(task)
+    try:
+        return rows_of(task)
+    finally:
+        while _rights:
+            setattr(*_rights.pop())
 
 
-QWEN = {"tie_word_embeddings": True}
+QWEN: dict[str, Any] = {"tie_word_embeddings": True}
 # fault, strategy, ranks, model, what must be said (all of it)
 FAULTS = [
     ("mean_forgotten", "ddp", 2, "own", ["2 × too small: dp 2: the mean over dp"]),
@@ -169,15 +181,30 @@ def model_table(folder: Path, model: str) -> dict[str, Any]:
     if model == "own":
         return {}
     kind, changes = ("Qwen3Config", QWEN) if model == "qwen" else ("LlamaConfig", {})
-    return {"model": {"factory": None, "config": str(transformers_config(folder, kind, **changes))}}
+    made = transformers_config(folder, kind, num_hidden_layers=4, **changes)
+    return {"model": {"factory": None, "config": str(made)}}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., StrategyResult]:
+    """The row of a fault; all those of one strategy and model are put into one world, one after the other."""
+
+    @lru_cache
+    def of(strategy: str, world: int, model: str) -> dict[str, StrategyResult]:
+        faults = [fault for fault, *where, _ in FAULTS if where == [strategy, world, model]]
+        folder = tmp_path_factory.mktemp("verify")
+        task = task_for(folder, strategy, nproc=world, **model_table(folder, model))
+        found = run_each(sabotaged, world, [(task, fault) for fault in faults])
+        return {fault: on_ranks[0][0] for fault, on_ranks in zip(faults, found, strict=True)}
+
+    return lambda fault, *where: of(*where)[fault]
 
 
 @pytest.mark.parametrize(("fault", "strategy", "world", "model", "said"), FAULTS)
 def test_a_fault_fails_and_is_named(
-    fault: str, strategy: str, world: int, model: str, said: list[str], tmp_path: Path
+    fault: str, strategy: str, world: int, model: str, said: list[str], rows: Callable[..., StrategyResult]
 ) -> None:
-    task = task_for(tmp_path, strategy, nproc=world, **model_table(tmp_path, model))
-    (row,) = run_world(sabotaged, world, task, fault)[0]
+    row = rows(fault, strategy, world, model)
     assert row.status == "failed"
     assert row.verdict is not None and not row.verdict.ok
     text = "\n".join(row.explanations)
