@@ -33,7 +33,7 @@ def run(strategy: str, after: Callable[[Any], None] | None = None, **options: An
     model = family("mixtral", dtype=torch.float32)
     ids = batches(1)[0][0]["input_ids"]
     with decided_once("effects of experts"):
-        model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), ids)
+        model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), ids)
     if after is not None:
         after(session)
     for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(16)], limit=2):
