@@ -27,7 +27,7 @@ from tests.world.zoo.exact import Float64
 from tests.worlds import run_world
 
 WIDTH, VOCAB, CHECKS = 8, 12, 3  # with two, what returns would be called lost
-STEPS = 3 * CHECKS
+STEPS = 3 * CHECKS + 1  # what a check has found is judged a step later
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 FAULTS = ("detached", "off", "one rank", "tiny")
 FINE = ("none", "routed", "returns", "late", "adapter", "frozen", "rows", "left expert")
