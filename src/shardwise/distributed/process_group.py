@@ -229,7 +229,7 @@ def _others_run() -> bool:
 
 
 def _state_of(thread: str) -> bytes:
-    """Return the letter of a thread's state; there are dozens of them, and pathlib takes ten times as long."""
+    """Return the letter of a thread's state; dozens are looked at each time, so without pathlib."""
     with contextlib.suppress(OSError):  # it has just ended
         file = os.open(f"{_THREADS}/{thread}/stat", os.O_RDONLY)
         try:
