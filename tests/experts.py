@@ -17,7 +17,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.train.session import Session
-from tests.contract import CLIP, Gradients, Watch, decided_once, worst
+from tests.contract import CLIP, Gradients, Still, Watch, decided_once, gradients_here, worst
 from tests.kept import kept
 from tests.world.zoo.exact import Float64
 from tests.world.zoo.families import FAMILIES, LENGTH, VOCAB, family
@@ -112,7 +112,7 @@ def against_one_process(
     grouped: bool = False,
     **options: Any,
 ) -> tuple[float, str]:
-    """The largest relative error of a gradient under ``strategy``, and where; infinite with a sentence if refused.
+    """The largest relative error of a gradient that is on this rank, and where; infinite with a sentence if refused.
 
     ``missing``: batches that the last ranks do not get. ``grouped``: fp32 with transformers' grouped products.
     """
@@ -125,7 +125,7 @@ def against_one_process(
         ("experts", name, len(given), dims.dp, str(terms), masked, starved, grouped),
         lambda: one_process(name, given, dims.dp, terms, masked, starved, dtype),
     )
-    session, watch = start(plan, receipts=False), Watch()
+    session, watch = start(plan, receipts=False), Watch(gradients_here)
     session.observers.append(watch)
     session.routing.terms = terms
     model = mixture(name, seed=dist.get_rank(), dtype=dtype, starved=starved)
@@ -134,9 +134,7 @@ def against_one_process(
     with Float64():
         try:
             with decided_once(f"experts: {name} {dtype}"):
-                model, optimizer = session.prepare(
-                    model, torch.optim.AdamW(model.parameters(), lr=0.0), given[0][0]["input_ids"]
-                )
+                model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), given[0][0]["input_ids"])
         except ShardwiseError as error:
             return float("inf"), str(error)
         for step in session.steps(shown):

@@ -19,8 +19,10 @@ import tests.families
 import tests.models
 import tests.worlds  # noqa: F401
 from shardwise.parallel.lora import quantize as quantise
+from shardwise.report.html import text
 
 quantise.bitsandbytes()  # seconds for each rank
+text._environment().get_template("report.html.j2")  # half a second for each run that ends with a report
 
 # transformers loads a family's code when one is built; nothing is built here, as threads must not be there to fork
 for _name in ("llama", "qwen3", "gpt2", "mistral", "gemma", "bert"):

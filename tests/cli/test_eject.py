@@ -38,6 +38,7 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": f"It is {n + 1}."}]}
     for n in range(40)
 ]
+STEPS, SAVED = 12, 8
 Case = tuple[str, dict[str, Any], dict[str, dict[str, Any]]]
 # name, keys of the plan, tables of the config
 ONE_RANK: list[Case] = [
@@ -94,9 +95,14 @@ def ejected(folder: Path, case: Case, ranks: int) -> tuple[Path, list[float]]:
     (here / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {n}\n" * 9}) + "\n" for n in range(20)))
     document = {
         "model": {"config": str(here / "model"), "factory": None},
-        "train": {"steps": None if "epochs" in tables.get("train", {}) else 50, "global_batch": None, "eval_every": 40},
+        "train": {
+            "steps": None if "epochs" in tables.get("train", {}) else STEPS,
+            "global_batch": None,
+            "eval_every": 10,
+            "eval_samples": 8,
+        },
         "parallel": {"nproc": ranks, "threads": 1},
-        "checkpoint": {"every": 30},
+        "checkpoint": {"every": SAVED},
     }
     for table, values in tables.items():
         document[table] = document.get(table, {}) | values
@@ -139,16 +145,16 @@ def test_the_losses_are_those_of_shardwise_to_the_last_bit(ranks: int, cases: li
     for script, _ in found:
         run_world(run_script, ranks, str(script), *free_ports(2), timeout_s=240.0)
     resumed = [script for (name, _, _), (script, _) in zip(cases, found, strict=True) if name in ("ddp2", "fsdp2")]
-    for script in resumed:  # as if killed after its checkpoint of step 30
-        shutil.rmtree(script.parent / "run-pytorch" / "step-00000050")
+    for script in resumed:  # as if killed after its first checkpoint
+        shutil.rmtree(script.parent / "run-pytorch" / f"step-{STEPS:08}")
         run_world(run_script, ranks, str(script), *free_ports(2), timeout_s=240.0)
         rows = losses(script.parent / "run-pytorch")
-        assert rows[50:] == rows[30:50]
+        assert rows[STEPS:] == rows[SAVED:STEPS]
         log = script.parent / "run-pytorch" / "metrics.jsonl"
-        log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:STEPS]))
     for (name, _, _), (script, wanted) in zip(cases, found, strict=True):
         assert losses(script.parent / "run-pytorch") == wanted, name
-        assert len(wanted) >= (50 if name in ("ddp", "fsdp", "ddp2", "fsdp2") else 3), name
+        assert len(wanted) >= (STEPS if name in ("ddp", "fsdp", "ddp2", "fsdp2") else 3), name
         text = script.read_text()
         assert len(text.splitlines()) < 300
         ruff = [sys.executable, "-m", "ruff", "--config", "line-length = 120"]

@@ -16,6 +16,7 @@ from shardwise.plan.router_terms import RouterTerms
 from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
+from tests.contract import decided_once
 from tests.experts import batches, routers
 from tests.world.zoo.families import family
 from tests.world.zoo.families_table import quiet
@@ -31,7 +32,8 @@ def run(strategy: str, after: Callable[[Any], None] | None = None, **options: An
     session.routing.terms = RouterTerms(aux_loss=0.01)
     model = family("mixtral", dtype=torch.float32)
     ids = batches(1)[0][0]["input_ids"]
-    model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), ids)
+    with decided_once("effects of experts"):
+        model, optimizer = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), ids)
     if after is not None:
         after(session)
     for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(16)], limit=2):

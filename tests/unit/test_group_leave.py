@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def _seconds(call: Callable[[], None]) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.skipif(not group.Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
 def test_a_thread_at_work_is_waited_for() -> None:
     thread = _works(0.6)
     spent = _seconds(group._drain_gloo_threads)
@@ -40,7 +41,7 @@ def test_a_thread_at_work_is_waited_for() -> None:
     assert spent > 0.4
 
 
-@pytest.mark.skipif(not group.Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="only Linux tells the state of a thread")
 def test_but_not_for_ever() -> None:
     thread = _works(1.0)
     spent = _seconds(lambda: group._drain_gloo_threads(limit_s=0.2))

@@ -34,8 +34,9 @@ def prepared(strategy: str) -> tuple[Any, Any, Any]:
     groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     groups += [{"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0}]
     session = start(plan_for(strategy, dist.get_world_size()), device="cpu", receipts=False)
+    optimizer = torch.optim.AdamW(groups, lr=0.125, fused=True)
     with decided_once(f"experts: {NAME}"):
-        return session, *session.prepare(model, torch.optim.AdamW(groups, lr=0.125), batches(1)[0][0]["input_ids"])
+        return session, *session.prepare(model, optimizer, batches(1)[0][0]["input_ids"])
 
 
 def step(session: Any, model: Any, optimizer: Any) -> None:

@@ -20,7 +20,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
-from tests.contract import LIMIT
+from tests.contract import LIMIT, Still
 from tests.experts import NONE, TERMS, against_one_process, batches, mixture, routers
 from tests.world.zoo.families import LENGTH
 from tests.world.zoo.families_table import quiet
@@ -95,7 +95,7 @@ def moved(strategy: str) -> list[torch.Tensor]:
     session = start(strategy, receipts=False)
     session.routing.terms = RouterTerms(bias_rate=0.01)
     model = mixture("deepseek_v3", dtype=torch.float32)
-    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0))
     for step in session.steps([(inputs["input_ids"], labels) for inputs, labels in batches(12)]):
         step.run(model, token_loss_sum)
         step.update(optimizer)

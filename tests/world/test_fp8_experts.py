@@ -18,7 +18,7 @@ from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.fp8 import use_torchao
 from tests.models import VOCAB, ragged_batches
-from tests.world.test_fp8 import OPTIONS, RECIPES, WIDTH, Bits, bits, bits_of, plan_for
+from tests.world.test_fp8 import OPTIONS, RECIPES, STEPS, WIDTH, Bits, bits, bits_of, plan_for
 from tests.worlds import run_world
 
 use_torchao()
@@ -77,6 +77,8 @@ class Gradients:
         return lambda *_: None
 
     def on_gradients(self, session: Any, step: Any) -> None:
+        if step.number < STEPS:
+            return
         named = session.module.named_parameters()
         self.found = bits_of({clean_name(name): p.grad for name, p in named if p.grad is not None})
 
@@ -89,7 +91,7 @@ def trained(strategy: str, recipe: str, skips: bool) -> tuple[Bits, Bits, dict[s
     model, optimizer = session.prepare(whole, torch.optim.AdamW(whole.parameters(), **OPTIONS))
     effects, gradients = EffectsRecorder(strict=False), Gradients()
     session.observers += [effects, gradients]
-    for step in session.steps(ragged_batches(3 * session.ranks.world_size)):
+    for step in session.steps(ragged_batches(STEPS * session.ranks.world_size)):
         step.run(model, token_loss_sum)
         step.update(optimizer)
     assert effects.receipt is not None

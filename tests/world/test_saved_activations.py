@@ -14,7 +14,7 @@ from shardwise.receipts.effects import EffectsRecorder
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from shardwise.units import bytes_text
-from tests.contract import LENGTH, LIMIT, MICRO_BATCH, Case, Still, ragged, train
+from tests.contract import LENGTH, LIMIT, MICRO_BATCH, Case, Still, decided_once, ragged, train
 from tests.families import family
 from tests.worlds import run_each
 
@@ -68,7 +68,8 @@ def lines_of(case: Case) -> tuple[dict[str, str], list[str], list[bool]]:
     session.observers.append(probe := EffectsRecorder(strict=False))
     batches = ragged(2 * case.plan.dims.dp * case.accum)
     model = family(case.model, seed=0)
-    model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
+    with decided_once(case.model):
+        model, optimizer = session.prepare(model, Still(model.parameters(), lr=0.0), batches[0][0])
     wrapped = [isinstance(block, CheckpointWrapper) for block in session.applied.blocks]
     for step in session.steps(batches):
         step.run(model, token_loss_sum)

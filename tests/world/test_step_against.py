@@ -22,6 +22,7 @@ from shardwise.train.config import OptimizerTable
 from tests.families import VOCAB, family
 from tests.worlds import run_world
 
+CHECKED = 6  # steps whose losses are compared; with a step that is wrong, the second differs
 INSTALLED = tuple(name for name, peer in PEERS.items() if not peer.package or find_spec(peer.package))
 
 
@@ -46,7 +47,7 @@ def rows_of(strategy: str, broken: bool) -> list[dict[str, Any]]:
     def factory() -> torch.nn.Module:
         return family("llama", layers=2, dtype=torch.float32)
 
-    with mock.patch.object(against, "PEERS", peers):
+    with mock.patch.object(against, "PEERS", peers), mock.patch.object(against, "CHECKED", CHECKED):
         names = ("hand",) if broken else INSTALLED
         made = against._in_turns(names, config, plan, factory, batches(ranks.rank), ranks, 2)
         alone = {
@@ -57,33 +58,43 @@ def rows_of(strategy: str, broken: bool) -> list[dict[str, Any]]:
     return [*(row.model_dump() for row in made), alone]
 
 
+def all_rows() -> dict[str, list[Any]]:
+    """By strategy, and of a peer that is broken: in one world, as importing the peers takes most of the time."""
+    return {strategy: rows_of(strategy, False) for strategy in STRATEGIES} | {"broken": rows_of("ddp", True)}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    return run_world(all_rows, 2)[0]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_take_the_same_steps(strategy: str) -> None:
-    *rows, alone = run_world(rows_of, 2, strategy, False)[0]
+def test_all_take_the_same_steps(found: dict[str, list[Any]], strategy: str) -> None:
+    *rows, alone = found[strategy]
     assert [row["name"] for row in rows] == ["shardwise", *INSTALLED]
     for row in rows:
         if row["name"] in PEERS and strategy not in PEERS[row["name"]].strategies:
             assert row["void"].startswith("not run") and not row["step_s"]
         else:
             assert row["void"] == "" and len(row["step_s"]) == len(row["cpu_s"]) == 2
-            assert len(row["losses"]) == against.CHECKED
+            assert len(row["losses"]) == CHECKED
     weights = sum(p.numel() for p in family("llama", layers=2).parameters()) * 4
     least = {"ddp": 1.0, "zero1": 1.5, "fsdp": 1.5}[strategy]  # gradients; and weights, gathered once at least
-    for name, found in alone.items():
+    for name, one in alone.items():
         kept = 0 if (name, strategy) == ("deepspeed", "fsdp") else least  # ZeRO-3 does not shard what is so small
-        assert kept * weights <= found["sent_bytes"] < 2 * least * weights, name
-        assert found["peak_bytes"] >= 0 and found["sent_bytes"] > 0
+        assert kept * weights <= one["sent_bytes"] < 2 * least * weights, name
+        assert one["peak_bytes"] >= 0 and one["sent_bytes"] > 0
 
 
-def test_one_that_takes_other_steps_is_void() -> None:
-    ours, hand, _ = run_world(rows_of, 2, "ddp", True)[0]
+def test_one_that_takes_other_steps_is_void(found: dict[str, list[Any]]) -> None:
+    ours, hand, _ = found["broken"]
     assert ours["void"] == "" and hand["void"].startswith("its loss of step 2 is ")
 
 
 def test_what_is_wrong_about_peers_is_said_at_once() -> None:
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as raised:
         read_peers("hand,acelerate,torchtitan")
-    assert len(found.value.problems) == 2 and "did you mean 'accelerate'" in found.value.problems[0].lower()
+    assert len(raised.value.problems) == 2 and "did you mean 'accelerate'" in raised.value.problems[0].lower()
     assert read_peers("hand, hand") == ("hand",)
     with pytest.raises(UserError, match="names no peer"):
         read_peers(" ,")

@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import datetime
 import functools
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from shardwise.errors import MachineError, ShardwiseError, UserError
 
 _CSR = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = (*_CSR, torch.sparse_csc, torch.sparse_bsc)
+_THREADS = "/proc/self/task"
 _BY_DDP = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -220,11 +221,22 @@ def _others_run() -> bool:
     False without Linux's ``/proc``.
     """
     me = str(threading.get_native_id())
-    for path in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # the thread has just ended
-            if path.parent.name != me and path.read_text().rpartition(")")[2].split()[0] == "R":
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(_THREADS):
+            if thread != me and _state_of(thread) == b"R":
                 return True
     return False
+
+
+def _state_of(thread: str) -> bytes:
+    """Return the letter of a thread's state; dozens are looked at each time, so without pathlib."""
+    with contextlib.suppress(OSError):  # it has just ended
+        file = os.open(f"{_THREADS}/{thread}/stat", os.O_RDONLY)
+        try:
+            return os.read(file, 512).rpartition(b")")[2].split()[0]
+        finally:
+            os.close(file)
+    return b""
 
 
 def gather_ints(

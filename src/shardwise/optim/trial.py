@@ -52,7 +52,7 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
     *(_optim.SGD, _optim.Adam, _optim.AdamW, _optim.NAdam, _optim.RAdam, _optim.Adamax, _optim.ASGD),
     *(_optim.RMSprop, _optim.Adagrad, _optim.Adadelta, _optim.SparseAdam, LowPrecisionAdamW),
 )
-_FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW)
+_FUSED_ON_SHARDS = (_optim.Adam, _optim.AdamW, LowPrecisionAdamW)
 _OF_DEEPSPEED = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion")
 """DeepSpeed's elementwise optimizers; a copy of one would break its original."""
 
