@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.data_parallel.ddp import shard_optimizer
 
-WIDTHS = ((64, 4), (256, 4))  # hidden size, blocks: weights of 16 and 256 KiB
+WIDTHS = ((64, 4), (128, 8), (256, 4))  # hidden size, blocks: weights of 16, 64 and 256 KiB and more
 
 
 def ranks(steps: int) -> None:

@@ -14,8 +14,8 @@ from shardwise.parallel.data_parallel.ddp import shard_optimizer
 from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER
 from tests.worlds import run_world
 
-LARGE = ZERO1_TOGETHER // 4  # elements of fp32: sent alone
-SMALL = LARGE - 1
+SMALL = ZERO1_TOGETHER // 4  # elements of fp32: sent together
+LARGE = SMALL + 1
 STEPS = 3
 
 

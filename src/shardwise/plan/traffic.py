@@ -22,7 +22,7 @@ GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says 
 TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after attention and MLP, forward and backward
 DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
 REPEATED_DISPATCHES = 2  # once more with recompute: results are weighed where they come back, so both run again
-ZERO1_TOGETHER = 1 << 16  # bytes; zero1 broadcasts smaller weights of a rank together, and larger ones alone: no copy
+ZERO1_TOGETHER = 1 << 17  # bytes; zero1 broadcasts a rank's weights up to this together, and larger ones alone: no copy
 ZERO1_MESSAGE = 1 << 20  # bytes of weights that are broadcast together, at most
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 

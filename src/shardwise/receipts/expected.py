@@ -78,7 +78,7 @@ def expected_traffic(
     used = _MARK_BYTES * number if plan.marks_used_parameters else 0
     traffic = {"all_reduce": Traffic(None, (reduced + used, reduced + used))}
     if plan.parsed.base == "zero1":
-        alone = sum(p.num_elements * p.itemsize >= ZERO1_TOGETHER for p in trained)
+        alone = sum(p.num_elements * p.itemsize > ZERO1_TOGETHER for p in trained)
         traffic["broadcast"] = Traffic((alone + (alone < number), number), (stepped, stepped))
     return traffic
 

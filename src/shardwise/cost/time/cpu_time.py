@@ -38,8 +38,8 @@ def cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
 def _broadcasts(profile: ModelProfile, ranks: int) -> float:
     """Messages of zero1's stepped weights in fp32."""
     sizes = [(4 * w.num_elements, unit.count) for unit in profile.units for w in unit.weights if w.trainable]
-    small = sum(size * count for size, count in sizes if size < ZERO1_TOGETHER)
-    alone = sum(count for size, count in sizes if size >= ZERO1_TOGETHER)
+    small = sum(size * count for size, count in sizes if size <= ZERO1_TOGETHER)
+    alone = sum(count for size, count in sizes if size > ZERO1_TOGETHER)
     return alone + ranks * math.ceil(small / ranks / ZERO1_MESSAGE)
 
 

@@ -42,7 +42,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         weights = [parameter.data for group in groups for parameter in group["params"]]  # all of one type
         together: list[torch.Tensor] = []
         for weight in weights:
-            if weight.nbytes >= ZERO1_TOGETHER or not weight.is_contiguous():
+            if weight.nbytes > ZERO1_TOGETHER or not weight.is_contiguous():
                 yield [weight]
                 continue
             if together and sum(w.nbytes for w in together) + weight.nbytes > ZERO1_MESSAGE:
