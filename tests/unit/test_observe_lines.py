@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -401,8 +403,9 @@ def test_a_program_that_ends_before_the_receipt_says_so(steps: int, said: bool, 
     """Without a ``with`` only the interpreter's end tells that the loop has ended."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    at_exit: list[Any] = []
-    with mock.patch("atexit.register", at_exit.append), mock.patch("atexit.unregister", at_exit.remove):
+    at_exit: dict[Any, None] = {}
+    forget = mock.patch("atexit.unregister", lambda function: at_exit.pop(function, None))
+    with mock.patch("atexit.register", lambda function: at_exit.setdefault(function)), forget:
         observer = shardwise.observe(model, optimizer)
         loss = shardwise.check_gradients(model, optimizer, lambda x: model(x).sum(), step=2)
         for _ in range(steps):
@@ -415,3 +418,19 @@ def test_a_program_that_ends_before_the_receipt_says_so(steps: int, said: bool, 
     assert ("check_gradients: no report, as the training ended before its step 2" in logged.text) is said
     observer.detach()
     loss.detach()
+
+
+def test_an_observer_that_the_program_drops_keeps_no_model() -> None:
+    def dropped() -> list[Any]:
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        observed, checked = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+        shardwise.observe(models[0], observed)
+        shardwise.check_gradients(models[1], checked, lambda x: models[1](x).sum())(torch.ones(1, 2))
+        return [weakref.ref(model) for model in models]
+
+    at_exit: list[Any] = []
+    with mock.patch("atexit.register", at_exit.append):
+        kept = dropped()
+    gc.collect()
+    assert len(at_exit) == 2
+    assert [reference() for reference in kept] == [None, None]

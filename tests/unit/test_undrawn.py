@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,3 +50,10 @@ def test_a_buffer_after_a_parameter_has_the_values_that_it_had() -> None:
         nn.init.kaiming_uniform_(torch.empty(4, 4, device="meta"))
         nn.init.uniform_(torch.empty(4, device="meta"))
         assert torch.equal(found.noise, torch.rand(4))
+
+
+def test_a_draw_that_autograd_refuses_is_refused_for_a_meta_tensor_too() -> None:
+    """Else rank 0 alone, whose weights are real, fails to build the model."""
+    for real in (True, False):
+        with pytest.raises(RuntimeError, match="a leaf Variable"):
+            build(lambda: nn.Linear(2, 2).weight.normal_(), 7, real=real)  # type: ignore[arg-type, return-value]

@@ -59,6 +59,24 @@ def _broadcasts(optimizer: Any, kept: list[nn.Parameter], step: int) -> int:
     return int(sent.call_count)
 
 
+def changed() -> tuple[bool, bool]:
+    """Whether weights are those of one process where layers were cast, and where one rank's memory order differs."""
+    same = []
+    for case in ("cast", "order"):
+        ours = [nn.Parameter(torch.ones(2, 3)) for _ in range(16)]
+        optimizer = shard_optimizer(torch.optim.SGD(ours, lr=0.5))
+        for place, weight in enumerate(ours):
+            if case == "cast" and place % 8 < 4:  # a rank's first ones
+                weight.data = weight.data.bfloat16()
+            if case == "order" and dist.get_rank() == 1:
+                weight.data = weight.data.t().contiguous().t()
+            weight.grad = torch.arange(6.0).view(2, 3).to(weight.dtype) + place
+        optimizer.step()
+        wanted = [1 - 0.5 * (torch.arange(6.0).view(2, 3) + place) for place in range(16)]
+        same.append(all(torch.equal(a.float(), b) for a, b in zip(ours, wanted, strict=True)))
+    return same[0], same[1]
+
+
 def cases() -> list[tuple[bool, int, int]]:
     return [stepped(in_flight) for in_flight in (1 << 24, 0)]
 
@@ -69,3 +87,7 @@ def test_weights_are_those_of_pytorchs_to_the_bit_in_fewer_messages() -> None:
             assert same
             assert theirs == len(weights())
             assert ours < theirs / 2, "those below the limit are sent together"
+
+
+def test_weights_of_other_types_and_memory_orders_arrive_whole() -> None:
+    assert run_world(changed, 2) == [(True, True)] * 2

@@ -33,6 +33,7 @@ def undrawn() -> Iterator[None]:
 
 def _unless_meta(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def drawn(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return self if self.is_meta else draw(self, *args, **options)
+        refused = self.requires_grad and torch.is_grad_enabled()  # a leaf: rank 0's real weight raises, so this does
+        return self if self.is_meta and not refused else draw(self, *args, **options)
 
     return drawn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -65,7 +66,12 @@ class GradientCheck:
         self._scale, self._calls, self._records, self._to_come = 1.0, 0, True, step - 1
         last = optimizers[-1]
         self._is_main = not dist.is_initialized() or dist.get_rank() == 0  # at exit the group may be gone
-        atexit.register(self._warn_without_report)
+        # of the text alone: a check that the program has dropped must not keep its model until the exit
+        self._warn = functools.partial(
+            _LOG.warning, f"check_gradients: no report, as the training ended before its step {step}"
+        )
+        if self._is_main:
+            atexit.register(self._warn)
         self._hooks = [last.register_step_pre_hook(self._before_step), last.register_step_post_hook(self._after_step)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,17 +108,14 @@ class GradientCheck:
 
     def end(self) -> None:
         """Detach where the training has ended, and log on rank 0 if it never came to the step that is checked."""
-        self._warn_without_report()
-        self.detach()
-
-    def _warn_without_report(self) -> None:
         if self._records and self._is_main:
-            _LOG.warning(f"check_gradients: no report, as the training ended before its step {self._step}")
+            self._warn()
+        self.detach()
 
     def _end(self, running: Any) -> None:
         if not self._records:
             return
-        atexit.unregister(self._warn_without_report)
+        atexit.unregister(self._warn)
         self._records, self._batches, self._raw = False, [], {}
         remove_hooks(self._hooks, self._root, running)
         if self._ranks is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -72,7 +73,12 @@ class LoopObserver:
             root.register_forward_pre_hook(self._before_forward),
             optimizers[-1].register_step_post_hook(self._after_step),
         ]
-        atexit.register(self._warn_without_receipt)
+        # of the text alone: an observer that the program has dropped must not keep its model until the exit
+        self._warn = functools.partial(
+            _LOG.warning, f"observe: no receipt, as the loop ended before its optimizer step {_OBSERVED_STEP}"
+        )
+        if self._is_main:
+            atexit.register(self._warn)
 
     def __enter__(self) -> LoopObserver:
         return self
@@ -86,17 +92,14 @@ class LoopObserver:
 
     def end(self) -> None:
         """Detach where the loop has ended, and log on rank 0 if it was too short for a receipt."""
-        self._warn_without_receipt()
-        self.detach()
-
-    def _warn_without_receipt(self) -> None:
         if self._trace is not None and self.receipt is None and self._is_main:
-            _LOG.warning(f"observe: no receipt, as the loop ended before its optimizer step {_OBSERVED_STEP}")
+            self._warn()
+        self.detach()
 
     def _end(self, running: Any) -> None:
         if self._trace is None:
             return
-        atexit.unregister(self._warn_without_receipt)
+        atexit.unregister(self._warn)
         self._trace.stop(running)
         remove_hooks(self._hooks, self._trace.root, running)
         self._trace = None
@@ -144,6 +147,7 @@ class LoopObserver:
             with _disable_current_modes(), torch.no_grad():
                 self.receipt = self._judge(trace)
         finally:
+            atexit.unregister(self._warn)
             if self.receipt is None or self._timed is None:
                 self._end(running)
         if self.receipt is not None:

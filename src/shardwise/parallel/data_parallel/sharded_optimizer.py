@@ -39,13 +39,14 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     def _messages(self, rank: int) -> Iterator[list[torch.Tensor]]:
         """Weights of one rank, those of each message: alike on all ranks."""
         groups = self._partition_parameters()[rank]  # type: ignore[attr-defined]
-        weights = [parameter.data for group in groups for parameter in group["params"]]  # all of one type
+        weights = [parameter.data for group in groups for parameter in group["params"]]
         together: list[torch.Tensor] = []
         for weight in weights:
-            if weight.nbytes > ZERO1_TOGETHER or not weight.is_contiguous():
+            if weight.nbytes > ZERO1_TOGETHER:
                 yield [weight]
                 continue
-            if together and sum(w.nbytes for w in together) + weight.nbytes > ZERO1_MESSAGE:
+            full = sum(w.nbytes for w in together) + weight.nbytes > ZERO1_MESSAGE
+            if together and (full or weight.dtype != together[0].dtype):  # a layer may be cast after `prepare`
                 yield together
                 together = []
             together.append(weight)
@@ -57,7 +58,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         if len(weights) == 1:
             flat = weights[0]
         elif own:
-            flat = torch.cat([w.view(-1) for w in weights])
+            flat = torch.cat([w.reshape(-1) for w in weights])  # in logical order: strides may differ between ranks
         else:
             flat = torch.empty(sum(w.numel() for w in weights), dtype=weights[0].dtype, device=weights[0].device)
         work: Any = dist.broadcast(flat, src=source, group=self.process_group, async_op=True)
@@ -66,7 +67,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
             work.wait()
             if len(weights) > 1 and not own:
                 parts = flat.split([w.numel() for w in weights])
-                torch._foreach_copy_([w.view(-1) for w in weights], list(parts))
+                torch._foreach_copy_(weights, [part.view(w.shape) for w, part in zip(weights, parts, strict=True)])
 
         return finish
 
