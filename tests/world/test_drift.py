@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from shardwise.errors import ModelError, ReceiptError
 from shardwise.measure.state import local
+from shardwise.parallel.data_parallel.sharded_optimizer import ShardedOptimizer
 from shardwise.receipts.drift import DriftRecorder, bit_sums
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
@@ -104,6 +106,14 @@ def train(
     return watch, [text for text in said.texts if text.startswith("by step")], error, session
 
 
+send: Any = ShardedOptimizer._send
+
+
+def not_written(optimizer: Any, weights: list[torch.Tensor], source: int, *, own: bool) -> Any:
+    """A message of stepped weights comes, all its bytes, and goes nowhere."""
+    return send(optimizer, weights if own else [w.clone() for w in weights], source, own=own)
+
+
 KINDS = ("none", "codebook", "nan", "count", "scratch", "spectral", "weight", "rounding", "batch norm")
 
 
@@ -116,6 +126,10 @@ def stateful(folder: str) -> dict[str, tuple[int, list[str], str]]:
             torch.manual_seed(0)
             watch, said, error, _ = train(Stateful(kind, begin=2).double(), strategy)
             found[f"{strategy} {kind}"] = (watch.checks, said, error)
+    with mock.patch.object(ShardedOptimizer, "_send", not_written):
+        torch.manual_seed(0)
+        watch, said, error, _ = train(Stateful("none").double(), "zero1")
+        found["zero1 unwritten"] = (watch.checks, said, error)
     for kind in ("codebook", "weight"):  # no time for a check after the first: the save looks
         torch.manual_seed(0)
         watch, said, error, _ = train(Stateful(kind, begin=2).double(), "ddp", share=0.0, save=f"{folder}/{kind}")
@@ -145,6 +159,8 @@ def test_weights_that_drift_stop_all_ranks(found: list[Any], strategy: str) -> N
         _, said, error = rank[f"{strategy} weight"]
         assert error.startswith(f"by step 3, weights have drifted apart that {strategy} keeps alike on all ranks: ")
         assert "'blocks.1.up.weight' (ranks 0 and 1 differ)" in error and said == []
+    for rank in found:
+        assert "weights have drifted apart that zero1 keeps alike on all ranks: " in rank["zero1 unwritten"][2]
     _, said, error = found[0]["ddp rounding"]
     assert error == "" and len(said) == 1 and "'scale' (ranks 0 and 1 differ): weights differ in their last" in said[0]
 
