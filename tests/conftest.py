@@ -20,9 +20,8 @@ from shardwise.launch import fork_server
 from tests import kept, turns
 from tests.fast import Fast
 from tests.ledger import DURATIONS, Ledger, within_its_budget
-from tests.logged import logged
 
-__all__ = ["logged", "within_its_budget"]
+__all__ = ["within_its_budget"]
 
 SERVERS = (
     "multiprocessing.forkserver",
@@ -70,11 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def leaves_the_environment() -> Iterator[None]:
-    encoded = os.environ._data.copy()  # type: ignore[attr-defined]  # a tenth of decoding them all for each test
+    before = dict(os.environ)
     yield
-    if os.environ._data == encoded:  # type: ignore[attr-defined]
-        return
-    before = {os.environ.decodevalue(name): os.environ.decodevalue(value) for name, value in encoded.items()}
     after = dict(os.environ)
     names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     names -= environment.SET_BY_LIBRARIES.keys()

@@ -23,7 +23,6 @@ from shardwise.observation.loop_receipt import loop_receipt
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
-from tests.logged import Logged
 
 
 def parameter(name: str = "w", **more: Any) -> ParameterFacts:
@@ -207,7 +206,7 @@ def test_one_process_without_ranks() -> None:
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_an_observer_whose_step_never_comes_gives_up(
-    steps: int, monkeypatch: pytest.MonkeyPatch, logged: Logged
+    steps: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(observer_module, "_MOST_FORWARDS", 5)
     model = nn.Linear(4, 2)
@@ -221,13 +220,13 @@ def test_an_observer_whose_step_never_comes_gives_up(
         optimizer.step()
     for _ in range(5):
         model(torch.randn(3, 4))
-    assert model._forward_pre_hooks and not logged.records
+    assert model._forward_pre_hooks and not caplog.records
     for _ in range(3):
         model(torch.randn(3, 4))
     assert not model._forward_pre_hooks and not model._forward_hooks
     assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    (record,) = logged.records
+    (record,) = caplog.records
     assert f"step {steps + 1} of SGD did not come in 5 forwards" in record.getMessage()
     assert "give observe the optimizer that the loop steps" in record.getMessage()
     assert observer.receipt is None
@@ -389,17 +388,19 @@ def test_the_last_step_of_an_epoch_is_short_also_after_a_resumption(
     assert transformers.is_short(5, 2, arguments(fp16=True), state)
 
 
-def test_a_loop_too_short_for_a_receipt_says_so(logged: Logged) -> None:
+def test_a_loop_too_short_for_a_receipt_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with shardwise.observe(model, optimizer):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    assert "no receipt, as the loop ended before its optimizer step 2" in logged.text
+    assert "no receipt, as the loop ended before its optimizer step 2" in caplog.text
 
 
 @pytest.mark.parametrize(("steps", "said"), [(1, True), (2, False)])
-def test_a_program_that_ends_before_the_receipt_says_so(steps: int, said: bool, logged: Logged) -> None:
+def test_a_program_that_ends_before_the_receipt_says_so(
+    steps: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without a ``with`` only the interpreter's end tells that the loop has ended."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -414,8 +415,8 @@ def test_a_program_that_ends_before_the_receipt_says_so(steps: int, said: bool, 
             optimizer.zero_grad()
         for warn in at_exit:
             warn()
-    assert ("observe: no receipt, as the loop ended before its optimizer step 2" in logged.text) is said
-    assert ("check_gradients: no report, as the training ended before its step 2" in logged.text) is said
+    assert ("observe: no receipt, as the loop ended before its optimizer step 2" in caplog.text) is said
+    assert ("check_gradients: no report, as the training ended before its step 2" in caplog.text) is said
     observer.detach()
     loss.detach()
 

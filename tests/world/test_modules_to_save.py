@@ -25,7 +25,6 @@ from shardwise.train.loss import token_loss_sum
 from shardwise.train.metrics import read_metrics
 from tests.contract import CLIP, LIMIT, Case, Watch, ragged, reference, worst
 from tests.families import configuration, family
-from tests.logged import Logged
 from tests.world.test_adapters import _with_values
 from tests.world.test_added_tokens import EMBEDDING, NEW, base, config, job_of, trained
 from tests.worlds import run_each, run_world
@@ -226,7 +225,7 @@ def test_the_planner_counts_what_is_trained_in_full(tmp_path: Path) -> None:
         assert there == pytest.approx(elements * times, rel=0.01), part
 
 
-def test_new_tokens_in_rows_of_padding_are_said(tmp_path: Path, logged: Logged) -> None:
+def test_new_tokens_in_rows_of_padding_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A model with more rows than its own tokenizer has ids is not resized, and such rows were never trained."""
     import transformers
 
@@ -240,6 +239,6 @@ def test_new_tokens_in_rows_of_padding_are_said(tmp_path: Path, logged: Logged) 
     save_tokenizer("bytes", None, padded)
     said = "3 ids more than the tokenizer of model.config: where they occur, +lora freezes rows"
     for names, expected in (([], True), (["embed_tokens", "lm_head"], False)):
-        logged.records.clear()
+        caplog.clear()
         job_of(config(padded, "ddp+lora", 1, lora={"rank": 4, "modules_to_save": names}))
-        assert (said in logged.text) is expected, logged.text
+        assert (said in caplog.text) is expected, caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from shardwise.errors import UserError
 from shardwise.run.start import start
 from shardwise.train.session import Session
-from tests.logged import Logged
 from tests.turns import by_turns
 from tests.worlds import run_each
 
@@ -118,23 +118,23 @@ def test_an_interrupted_run_goes_on_behind_what_is_finished(tmp_path: Path, worl
     assert run_each(interrupted, world, calls) == [[[]] * world] * len(cases)
 
 
-def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, logged: Logged) -> None:
+def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(run(str(tmp_path), "global generator")) == EPOCHS * 5
-    logged.records.clear()
-    assert run(str(tmp_path), "global generator") == []
-    assert "session.epochs(3): the checkpoint has finished all of them, so nothing is left to train" in logged.text
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        assert run(str(tmp_path), "global generator") == []
+    assert "session.epochs(3): the checkpoint has finished all of them, so nothing is left to train" in caplog.text
 
 
-def test_a_loop_over_a_range_is_told_of_epochs(tmp_path: Path, logged: Logged) -> None:
+def test_a_loop_over_a_range_is_told_of_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(str(tmp_path), "global generator")
     session, _, _ = prepared(grad_accum=2)
     session.load(tmp_path)
-    logged.records.clear()
-    for _ in range(EPOCHS):
-        assert not list(session.steps(loader_of("global generator")))
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        for _ in range(EPOCHS):
+            assert not list(session.steps(loader_of("global generator")))
     session.close()
-    assert logged.text.count("was finished before the checkpoint and yields no steps") == 1
-    assert "`for epoch in session.epochs(n)`" in logged.text
+    assert caplog.text.count("was finished before the checkpoint and yields no steps") == 1
+    assert "`for epoch in session.epochs(n)`" in caplog.text
 
 
 def test_two_passes_in_an_epoch_are_refused_and_two_rows_of_epochs_are_not() -> None:
