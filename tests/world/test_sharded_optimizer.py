@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.parallel.data_parallel import sharded_optimizer
 from shardwise.parallel.data_parallel.ddp import shard_optimizer
 from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER
 from tests.worlds import run_world
@@ -33,7 +32,9 @@ def weights() -> list[nn.Parameter]:
 
 def stepped(in_flight: int) -> tuple[bool, int, int]:
     """Whether all weights are those of PyTorch's after some steps; how many broadcasts both made in the last."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # more than a second
+
+    from shardwise.parallel.data_parallel import sharded_optimizer
 
     ours, theirs = weights(), weights()
     with mock.patch.object(sharded_optimizer, "IN_FLIGHT", in_flight):
@@ -50,7 +51,7 @@ def stepped(in_flight: int) -> tuple[bool, int, int]:
 
 
 def _broadcasts(optimizer: Any, kept: list[nn.Parameter], step: int) -> int:
-    """A step whose gradients are those of the last rank elsewhere: weights that are not sent differ."""
+    """The broadcasts of a step; a rank that is not sent another's weights keeps the old ones."""
     generator = torch.Generator().manual_seed(step)
     for parameter in kept:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
