@@ -156,11 +156,9 @@ def check_samples(config: Config, corpus: TaskData) -> None:
         ConfigError: no evaluation will measure the best metric.
     """
     from shardwise.train.data.samples import samples_for
+    from shardwise.train.evaluator import check_best_metric
 
-    if config.train.best_metric is not None:
-        from shardwise.train.evaluator import check_best_metric
-
-        check_best_metric(config, corpus)
+    check_best_metric(config, corpus)
     if not isinstance(corpus, Corpus):  # of rows, each of which has a label
         return
     samples_for(corpus, config)
