@@ -16,7 +16,7 @@ from tests.commands import shardwise
 from tests.unit.test_kv_cache import HYBRID
 
 
-@pytest.mark.parametrize("page", ["serving.md", pytest.param("where-to-run.md", marks=pytest.mark.turns(3))])
+@pytest.mark.parametrize("page", ["serving.md", "where-to-run.md"])
 def test_the_sessions_of_the_page(page: str, tmp_path: Path) -> None:
     if page == "where-to-run.md":
         for kind, name in (("text", "mine.csv"), ("toml", "mine.toml")):
