@@ -57,8 +57,8 @@ STRATEGIES = {
 }
 TURNS = (4, 12)  # at least and at most
 BUDGET_S = 18.0  # of one model on one link
-PROBE_S = 2.5  # of each collective and axis
-LARGEST = 8 << 20
+PROBE_S, LARGEST = 2.5, 8 << 20  # of each collective and axis
+DELAYED_S, DELAYED_LARGEST = 8.0, 64 << 20  # over a delay of 10 ms: bench comm's defaults, as 8 MiB are mostly latency
 TIMEOUT_S = 1500.0
 
 
@@ -71,6 +71,8 @@ class Task(BaseModel):
     plans: tuple[tuple[Plan, ...], ...]
     cluster: ClusterSpec
     output: Path
+    probe_s: float
+    largest: int
 
 
 def main() -> None:
@@ -115,6 +117,7 @@ def _plans(model: str, world: int, folder: Path) -> tuple[Job, tuple[Plan, ...]]
 def _measure(link: str, world: int, made: Sequence[tuple[Job, tuple[Plan, ...]]], file: Path) -> None:
     """Start the ranks on both ends of a link, and keep what they measured."""
     rate, delay_s = LINKS[link]
+    probe_s, largest = (DELAYED_S, DELAYED_LARGEST) if delay_s >= 0.01 else (PROBE_S, LARGEST)
     jobs, plans = zip(*made, strict=True)
     cluster = detect("cpu", world // 2).model_copy(update={"nodes": 2})
     started = time.monotonic()
@@ -123,9 +126,9 @@ def _measure(link: str, world: int, made: Sequence[tuple[Job, tuple[Plan, ...]]]
             hosts.shape(None)
         task, output = Path(folder) / "task.json", Path(folder) / "found.json"
         task.write_text(
-            Task(jobs=jobs, plans=plans, cluster=cluster, output=output).model_dump_json(
-                by_alias=True, exclude_unset=True
-            )
+            Task(
+                jobs=jobs, plans=plans, cluster=cluster, output=output, probe_s=probe_s, largest=largest
+            ).model_dump_json(by_alias=True, exclude_unset=True)
         )
         argv = ["-m", "benchmarks.choice.on_links", "--rank", str(task)]
         ended = hosts.torchrun(argv, world // 2, timeout_s=TIMEOUT_S, cwd=ROOT)
@@ -163,10 +166,15 @@ def _probe(task: Task, ranks: Ranks) -> dict[str, Any]:
     for strategy in ("ddp", "hsdp") if ranks.world_size > 2 else ("ddp",):
         dims = dims_for(parse_strategy(strategy), ranks.world_size, devices_per_node=task.cluster.devices_per_node)
         plan = Plan(strategy=strategy, dims=dims, device="cpu")
-        measured += bench_comm(plan, ranks, ladder(1024, LARGEST), PROBE_S)
+        measured += bench_comm(plan, ranks, ladder(1024, task.largest), task.probe_s)
     compute = time_compute(ranks)
     request = CommRequest(
-        plan=plan, cluster=task.cluster, sizes_bytes=(1024, LARGEST), seconds=PROBE_S, output=Path(), as_json=True
+        plan=plan,
+        cluster=task.cluster,
+        sizes_bytes=(1024, task.largest),
+        seconds=task.probe_s,
+        output=Path(),
+        as_json=True,
     )
     known = facts(request, ranks) | {"compute": compute.model_dump(mode="json")}
     file = calibration_file(known, measured, [fit(one) for one in measured])

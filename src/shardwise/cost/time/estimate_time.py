@@ -478,7 +478,11 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     message = block.input_elements * plan.sequences * COMPUTE_BYTES[plan.precision]
     apart = plan.dims.world_size // plan.dims.pp
     per_node = 1 if apart >= machine.cluster.devices_per_node else 2
-    return machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
+    seconds = machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
+    if machine.rates is None:
+        return seconds
+    # gloo sends once the receiver has said that it waits, which a stage says when it has nothing else to do
+    return seconds + machine.collective_s("send", 1.0, 2, per_node)
 
 
 def _clean(seconds: float) -> float:
