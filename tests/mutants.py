@@ -2,6 +2,7 @@
 
     python -m tests.mutants reach     # one run of all tests: which of them come by each place
     python -m tests.mutants try       # each mutant against the tests that come by it, the quickest first
+    python -m tests.mutants try --turn 5   # the same with the tests and cases of one turn (`tests/turns.py`)
 
 A mutant is one changed operator, constant or condition inside a function of ``distributed/``, ``optim/``,
 ``parallel/``, ``train/`` or ``checkpoint/``, drawn by a seed from all that there are. All of them stand in one copy of
@@ -32,6 +33,7 @@ from typing import Any
 
 import psutil
 
+from tests import turns
 from tests.ledger import FOLDER
 
 ROOT = Path(__file__).parents[1]
@@ -324,23 +326,31 @@ class Tries:
 def _nothing() -> None: ...
 
 
+def of_turn() -> set[str]:
+    """The tests of the turn that the environment says."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "", "-p", "no:cacheprovider", "tests"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return {line for line in found.splitlines() if "::" in line}
+
+
 def try_all(folder: Path, limit_s: float, part: int, parts: int, output: Path) -> None:
     """Each mutant of this part that nothing has found yet, against the quickest tests that come by it."""
     document = json.loads((folder / "reach.json").read_text())
-    seconds = document["seconds"]
+    seconds, chosen = document["seconds"], of_turn()
     rows = json.loads(output.read_text()) if output.exists() else {}
     tries, sane = Tries(folder), False
     for number, row in enumerate(document["mutants"]):
         if number % parts != part or rows.get(str(number), {}).get("found_by"):
             continue
-        tests = quickest(row["tests"], seconds, limit_s)
+        reached = [test for test in row["tests"] if test in chosen]
+        tests = quickest(reached, seconds, limit_s)
         if tests and not sane:
             sane = tries.found_by(-1, tests, 60 + 3 * limit_s) == ""
             assert sane, f"with no mutant: {(tries.here / 'report').read_text()}"
         begin = time.monotonic()
         found = tries.found_by(number, tests, 60 + 3 * limit_s) if tests else ""
         told = {key: value for key, value in row.items() if key != "tests"}
-        rows[str(number)] = {**told, "reached_by": len(row["tests"]), "tried": len(tests), "found_by": found}
+        rows[str(number)] = {**told, "reached_by": len(reached), "tried": len(tests), "found_by": found}
         output.write_text(json.dumps(rows, indent=1))
         print(number, told, len(tests), f"{time.monotonic() - begin:.0f} s", found or "NOT FOUND", flush=True)
 
@@ -353,6 +363,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=150)
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
+    parser.add_argument("--turn", default=turns.ALL, help="try: a number, for the tests and cases of that turn")
     parser.add_argument("--part", default="0/1", help="which part of the mutants: 0/2 and 1/2 at the same time")
     parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json")
     given, words = parser.parse_known_args()
@@ -360,7 +371,8 @@ def main() -> None:
     if given.verb == "reach":
         reach(given.folder, random.Random(given.seed).sample(list(places()), given.number), words)
     elif "SHARDWISE_MUTANTS" not in os.environ:  # the copy has to come first on the path
-        os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], environment(given.folder))
+        variables = environment(given.folder) | {turns.VARIABLE: given.turn}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], variables)
     else:
         part, _, parts = given.part.partition("/")
         try_all(given.folder, given.limit_s, int(part), int(parts), given.output)
