@@ -431,6 +431,27 @@ def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
     assert found.exposed_dp_s == pytest.approx((sent - 2**20) / bytes_per_s, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "delays"),
+    [
+        ("ddp", 2),  # ranks agree on the step's data and on its gradients
+        ("fsdp", 2 + 1),  # also on their norm
+        ("ddp+pp2", 2 + 1 + 2 * 2),  # there and back; gloo sends once the receiver has said that it waits
+    ],
+)
+def test_each_message_that_a_cpu_step_waits_for_costs_the_delay_of_its_link(strategy: str, delays: int) -> None:
+    tiny, delay = model(layers=4, hidden=512, seq_len=64), 0.5
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+    def step_s(delay_s: float) -> float:
+        fits = tuple(((kind, "node"), LinkFit(delay_s, 1e10)) for kind in kinds)
+        found = predict(strategy, CPU, tiny, precision="fp32",
+                        options={"rates": replace(rates(), contention=0.0), "calibration": Calibration(fits=fits)})  # fmt: skip
+        return found.step_s - found.exposed_dp_s  # buckets and units are not looked at here
+
+    assert step_s(delay) - step_s(0.0) == pytest.approx(delays * delay, rel=0.02)
+
+
 def test_an_unknown_precision_or_link_is_said() -> None:
     with pytest.raises(PlanError, match="in fp8"):
         predict("fsdp", precision="fp8")

@@ -23,8 +23,8 @@ FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by defau
 SPREAD_CPU = (0.85, 1.3)  # the middle 80 % of measured over predicted steps of `benchmarks/choice`, which were seen
 
 
-def cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
-    """Seconds of a CPU's step outside of kernels and of modules' own calls."""
+def cpu_host_s(machine: Machine, rates: Rates, profile: ModelProfile, plan: Plan) -> float:
+    """Seconds of a CPU's step outside of kernels and of modules' own calls: Python's, and waits for small messages."""
     strategy, pp = plan.parsed, plan.dims.pp
     tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
     calls = CPU_STEP_CALLS + tensors * CPU_TENSOR_CALLS
@@ -32,7 +32,18 @@ def cpu_host_s(rates: Rates, profile: ModelProfile, plan: Plan) -> float:
         calls += CPU_BROADCAST_CALLS * _broadcasts(profile, plan.dims.dp * plan.dims.cp)
     each = CPU_STAGE_CALLS if pp > 1 else 0.0
     each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
-    return (calls + each * plan.grad_accum) * rates.launch_s
+    return (calls + each * plan.grad_accum) * rates.launch_s + _agreement_s(machine, plan)
+
+
+def _agreement_s(machine: Machine, plan: Plan) -> float:
+    """Seconds of a step's small messages of all ranks.
+
+    They agree on its data and on its gradients (`train.agreement`), and where no rank has all gradients on their norm.
+    """
+    ranks, per_node = plan.dims.world_size, machine.cluster.devices_per_node
+    split = plan.parsed.shards_parameters or plan.dims.splits_model
+    norm = machine.collective_s("all_reduce", 8.0, ranks, per_node) if split else 0.0
+    return 2 * machine.collective_s("all_gather", 1024.0 * ranks, ranks, per_node) + norm
 
 
 def _broadcasts(profile: ModelProfile, ranks: int) -> float:

@@ -142,7 +142,7 @@ def step_time(
     parts["optimizer_s"], parts["offload_s"] = optimizer, offload + activations_s(machine, profile, plan, workload)
     parts["exposed_dp_s"] += after
     if workload.framework_overhead:
-        parts["host_s"] += STEP_HOST_S if rates is None else cpu_host_s(rates, profile, plan)
+        parts["host_s"] += STEP_HOST_S if rates is None else cpu_host_s(machine, rates, profile, plan)
     parts["exposed_dp_s"] += JITTER * math.log2(max(1, cluster.nodes)) * sum(parts.values())
     parts = {name: 0.0 if seconds < 0 else seconds for name, seconds in parts.items()}  # differences round below zero
     total = sum(parts.values())
