@@ -445,8 +445,8 @@ def test_each_message_that_a_cpu_step_waits_for_costs_the_delay_of_its_link(stra
 
     def step_s(delay_s: float) -> float:
         fits = tuple(((kind, "node"), LinkFit(delay_s, 1e10)) for kind in kinds)
-        found = predict(strategy, CPU, tiny, precision="fp32",
-                        options={"rates": replace(rates(), contention=0.0), "calibration": Calibration(fits=fits)})  # fmt: skip
+        options = {"rates": replace(rates(), contention=0.0), "calibration": Calibration(fits=fits)}
+        found = predict(strategy, CPU, tiny, precision="fp32", options=options)
         return found.step_s - found.exposed_dp_s  # buckets and units are not looked at here
 
     assert step_s(delay) - step_s(0.0) == pytest.approx(delays * delay, rel=0.02)
