@@ -28,11 +28,14 @@ def cpu_host_s(machine: Machine, rates: Rates, profile: ModelProfile, plan: Plan
     strategy, pp = plan.parsed, plan.dims.pp
     tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
     calls = CPU_STEP_CALLS + tensors * CPU_TENSOR_CALLS
+    waits = _agreement_s(machine, plan)
     if strategy.base == "zero1":
-        calls += CPU_BROADCAST_CALLS * _broadcasts(profile, plan.dims.dp * plan.dims.cp)
+        number = _broadcasts(profile, plan.dims.dp * plan.dims.cp)
+        calls += CPU_BROADCAST_CALLS * number
+        waits += number * _delay_s(machine, plan)  # there and back (gloo waits for the receiver), two at a time
     each = CPU_STAGE_CALLS if pp > 1 else 0.0
     each += CPU_UNIT_CALLS * (profile.num_blocks / pp + 1) if strategy.shards_parameters else 0.0
-    return (calls + each * plan.grad_accum) * rates.launch_s + _agreement_s(machine, plan)
+    return (calls + each * plan.grad_accum) * rates.launch_s + waits
 
 
 def _agreement_s(machine: Machine, plan: Plan) -> float:
@@ -44,6 +47,12 @@ def _agreement_s(machine: Machine, plan: Plan) -> float:
     split = plan.parsed.shards_parameters or plan.dims.splits_model
     norm = machine.collective_s("all_reduce", 8.0, ranks, per_node) if split else 0.0
     return 2 * machine.collective_s("all_gather", 1024.0 * ranks, ranks, per_node) + norm
+
+
+def _delay_s(machine: Machine, plan: Plan) -> float:
+    """Seconds of a small message between two ranks of data parallelism."""
+    per_node = machine.cluster.devices_per_node
+    return machine.collective_s("send", 1.0, 2, 1 if plan.dims.dp * plan.dims.cp > per_node else 2)
 
 
 def _broadcasts(profile: ModelProfile, ranks: int) -> float:
