@@ -1,6 +1,6 @@
 """Predict the steps that `on_links.py` measured, and judge the choice among them.
 
-    python -m benchmarks.choice.judge benchmarks/choice/results
+    python -m benchmarks.choice.judge benchmarks/choice/results/xeon
 
 Each step is predicted from what the ranks measured of themselves and of the link just before the model's turns and just
 after them, as ``plan --calibration`` would: the mean of the two, as the speed of a shared machine drifts. Errors are of

@@ -1,6 +1,6 @@
 """Predicted against measured step times on CPU ranks over real links, and the chosen plan against the fastest.
 
-    python -m benchmarks.choice.on_links --output benchmarks/choice/results
+    python -m benchmarks.choice.on_links --output benchmarks/choice/results/xeon
 
 Two network namespaces joined by a link of known rate and delay (`tests/netns.py`), one or two gloo ranks in each. On
 each link the ranks first measure it and themselves, as ``bench comm`` does, then take turns through every strategy that
