@@ -74,13 +74,24 @@ def _read(name, default):
     except OSError:
         return default
 '''
-PLUGIN = """import os, sys, time
+PLUGIN = """import json, os, sys, time
 from pathlib import Path
 import pytest
+from tests.turns import DURATIONS
 
 HERE = Path(os.environ["SHARDWISE_MUTANTS"]) / os.environ.get("PYTEST_XDIST_WORKER", "main")
 HERE.mkdir(exist_ok=True)
 (HERE / "on").write_text("-2")
+
+
+def pytest_collection_modifyitems(config, items):
+    recorded, left = json.loads(DURATIONS.read_text()), []
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        if recorded.get(file, {}).get(test, 0.0) > float(os.environ["SHARDWISE_MUTANTS_LONGEST"]):
+            left.append(item)
+    items[:] = [item for item in items if item not in set(left)]
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -231,11 +242,15 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "SHARDWISE_MUTANTS": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def reach(folder: Path, mutants: Sequence[Mutant], words: Sequence[str]) -> None:
-    """Run the tests (``words``: arguments of pytest) on the copy, and note which come by each mutant."""
+def reach(folder: Path, mutants: Sequence[Mutant], longest_s: float, words: Sequence[str]) -> None:
+    """Run the tests (``words``: arguments of pytest) on the copy, and note which come by each mutant.
+
+    Tests with more recorded seconds than ``longest_s`` are left out.
+    """
     write_package(folder, mutants)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutants_plugin", *words]
-    subprocess.run(command, cwd=ROOT, env=environment(folder), check=False)
+    variables = environment(folder) | {"SHARDWISE_MUTANTS_LONGEST": str(longest_s)}
+    subprocess.run(command, cwd=ROOT, env=variables, check=False)
     failed: set[str] = set()
     seconds: dict[str, float] = {}
     found: dict[int, set[str]] = defaultdict(set)
@@ -363,13 +378,15 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=150)
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
+    parser.add_argument("--longest-s", type=float, default=10.0, help="reach: leave out tests that take longer")
     parser.add_argument("--turn", default=turns.ALL, help="try: a number, for the tests and cases of that turn")
     parser.add_argument("--part", default="0/1", help="which part of the mutants: 0/2 and 1/2 at the same time")
     parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json")
     given, words = parser.parse_known_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.verb == "reach":
-        reach(given.folder, random.Random(given.seed).sample(list(places()), given.number), words)
+        mutants = random.Random(given.seed).sample(list(places()), given.number)
+        reach(given.folder, mutants, given.longest_s, words)
     elif "SHARDWISE_MUTANTS" not in os.environ:  # the copy has to come first on the path
         variables = environment(given.folder) | {turns.VARIABLE: given.turn}
         os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], variables)
