@@ -51,6 +51,7 @@ TIE = 0.02  # relative difference in predicted time below which simplicity decid
 PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
 LOWER_BOUND_SLACK = 1.03  # a plan is dropped only if its lower bound exceeds the limit by this factor
+ALIKE = 0.8  # part of the gap between lower bound and estimate that a strategy has at its other degrees, at least
 HOPELESS = 1.1  # a layout whose smallest plan exceeds that by this factor is not examined further
 TIMED = 128  # layouts that are timed, best rough estimates first
 MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
@@ -545,12 +546,12 @@ def simplest_fit(problem: SearchProblem, below: tuple[int, ...] | None = None) -
     """Return the simplest plan that fits at all, in its smallest form; for advice only.
 
     Only one of a `complexity` ``below`` the given one is wanted. Plans that do not fit show by how much the lower bound
-    is low at least, which rules out others.
+    is low at least, which rules out others; most of all those of the same strategy with other degrees.
 
     Raises:
         PlanError: there is no layout.
     """
-    plain, ratio = replace(problem, timed=False), 0.0
+    plain, ratio, alike = replace(problem, timed=False), 0.0, dict[str, float]()
     found = [one for one in _kept_layouts(problem)[0] if below is None or complexity(one.strategy) < below]
     for layout in found if problem.any_plan else sorted(found, key=lambda one: bool(one.strategy.not_runnable)):
         if problem.usable is not None and min_bytes(problem.totals, layout) > problem.usable:
@@ -560,7 +561,8 @@ def simplest_fit(problem: SearchProblem, below: tuple[int, ...] | None = None) -
         plan = smallest(plain, layout)
         if problem.usable is not None:
             screened = problem.costs.peak_lower_bound(problem.profile, plan, problem.workload)
-            if screened > problem.usable * LOWER_BOUND_SLACK or screened * ratio > problem.usable:
+            least = max(ratio, ALIKE * alike.get(layout.name, 0.0))
+            if screened > problem.usable * LOWER_BOUND_SLACK or screened * least > problem.usable:
                 continue
         candidate = cost_of(plain, plan)
         if candidate.fits is not False:
@@ -568,4 +570,5 @@ def simplest_fit(problem: SearchProblem, below: tuple[int, ...] | None = None) -
         if problem.usable is not None:
             low = candidate.memory.device_bytes / max(1, screened)
             ratio = min(ratio, low) if ratio else low
+            alike[layout.name] = min(low, alike.get(layout.name, low))
     return None
