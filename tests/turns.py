@@ -26,7 +26,7 @@ has turns inside or beside is divided by factors of 36; the fourth of those turn
 DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/", "tests/browser/")
 NEVER_DEAR = (
     *("test_effects", "sabotage", "caught", "end_to_end", "test_gradients.py", "test_verify"),
-    "test_serving_pages.py",
+    "test_serving_pages.py::test_the_sessions",
 )
 """For each change: sabotages of receipts, the gradients of the plain strategies, what each verb does, and pages whose
 figures are the planner's, which any change to a cost can turn stale."""
