@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -84,15 +85,21 @@ def fail_at(nth: int, code: int) -> Act:
     return act
 
 
+def _copy(source: str, target: str) -> None:
+    """Copy a file, unless another rank has removed it since the folder was listed."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(source, target)
+
+
 def photograph(folder: Path, album: Path, label: str) -> Act:
     """A copy of ``folder`` before each call, and with half of each write: what a kill at this moment would leave."""
 
     def act(number: int, name: str, args: tuple[Any, ...]) -> None:
-        shutil.copytree(folder, album / f"{label}-{number:03d}-{name}")
+        shutil.copytree(folder, album / f"{label}-{number:03d}-{name}", copy_function=_copy)
         if name == "pwrite":
             handle, data, offset = args
             ORIGINAL["pwrite"](handle, data[: len(data) // 2], offset)
-            shutil.copytree(folder, album / f"{label}-{number:03d}-torn")
+            shutil.copytree(folder, album / f"{label}-{number:03d}-torn", copy_function=_copy)
 
     return act
 
