@@ -443,6 +443,34 @@ def test_zero1s_messages_have_the_delay_of_the_link_between_its_ranks(strategy: 
     assert (host_s(1.0, 0.0) > host_s(0.0, 0.0)) == (strategy == "zero1")
 
 
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "strategy", "part"),
+    [
+        (1, 4, "ddp+pp4", 0),
+        (2, 2, "ddp+pp4", 1 / 3),
+        (2, 2, "ddp+pp2", 1),
+        (2, 2, "ddp+tp2+pp2", 1),
+        (4, 1, "ddp+pp4", 1),
+    ],
+)
+def test_a_pipeline_of_cpus_waits_for_the_transfers_between_nodes(
+    nodes: int, per_node: int, strategy: str, part: float
+) -> None:
+    """Those of one micro batch through all stages; inside a node nothing takes long, and elsewhere a second."""
+    cluster = CPU.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+    tiny = model(layers=4, hidden=512, seq_len=64)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    fits = tuple(((kind, where), LinkFit(0.0, 1e10)) for kind in kinds for where in ("node", "network"))
+
+    def idle_s(delay: float) -> float:
+        delays = ((("send", "node"), LinkFit(0.0, 1e10)), (("send", "network"), LinkFit(delay, 1e10)))
+        options = {"rates": rates(), "calibration": Calibration(fits=(*fits, *delays))}
+        return predict(strategy, cluster, tiny, precision="fp32", options=options).pipeline_s
+
+    hops = 2 * (4 - 1 if strategy == "ddp+pp4" else 1)
+    assert idle_s(1.0) - idle_s(0.0) == pytest.approx(hops * part * 2 * 1.0, abs=1e-6), "there and back, each twice"
+
+
 def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
     """A model below 25 MB sends a first bucket of 1 MiB behind its backward, and the rest when that has ended."""
     tiny = profile_of(

@@ -57,6 +57,23 @@ def _delay_s(machine: Machine, plan: Plan) -> float:
     return machine.collective_s("send", 1.0, 2, 1 if across else 2)
 
 
+def cpu_send_s(machine: Machine, stages: int, apart: int, message_bytes: float) -> float:
+    """Seconds of one transfer between stages whose ranks are ``apart``: the mean of those inside and between nodes.
+
+    gloo sends once the receiver has said that it waits, which a stage says when it has nothing else to do.
+    """
+    here = machine.cluster.devices_per_node
+    across = [
+        any(rank // here != (rank + apart) // here for rank in range(stage * apart, (stage + 1) * apart))
+        for stage in range(stages - 1)
+    ]
+    each = {
+        one: sum(machine.collective_s("send", size, 2, 1 if one else 2) for size in (message_bytes, 1.0))
+        for one in set(across)
+    }
+    return sum(each[one] for one in across) / len(across)
+
+
 def _broadcasts(profile: ModelProfile, ranks: int) -> float:
     """Messages of zero1's stepped weights in fp32."""
     sizes = [(4 * w.num_elements, unit.count) for unit in profile.units for w in unit.weights if w.trainable]
