@@ -24,6 +24,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.cpu import cores_here, processor_name
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
+from shardwise.model.packed_mask import with_packed_mask
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
@@ -319,6 +320,13 @@ def test_a_cpu_has_no_time_with_what_was_not_measured(
     costs = corrected_costs(CPUS, file_of(compute=compute_of_ranks()))
     workload = Workload.model_validate({"seq_len": 512, "global_batch": 8} | change)
     assert ask(profile, workload, CPUS, pins, costs=costs).timed == known
+
+
+def test_packed_samples_have_no_time_on_a_cpu() -> None:
+    """Attention with a mask took 1.5 times as long as causal attention, of 1,024 rows."""
+    profile, workload = load_profile("llama-3.2-1b", seq_len=512), Workload(seq_len=512, global_batch=8)
+    costs = corrected_costs(CPUS, file_of(compute=compute_of_ranks()))
+    assert not ask(with_packed_mask(profile), workload, CPUS, Pins(), costs=costs).timed
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.packed_mask import PACKED_MASK
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan, Precision, RunPrecision
 from shardwise.plan.workload import Workload
@@ -121,7 +122,8 @@ def _is_timed(
     in_table = cluster.gpu is not None and bool(cluster.gpu.peak_flops)
     other = workload.compiled or workload.optimizer not in MEASURED_OPTIMIZERS
     other = other or (workload.document_len is not None and workload.document_len < (profile.seq_len or 0))
-    other = other or any(op.kind == "conv" or op.experts for unit in profile.units for op in unit.ops)
+    ops = [op for unit in profile.units for op in unit.ops]
+    other = other or any(op.kind == "conv" or op.experts or op.name == PACKED_MASK for op in ops)
     other = other or any(weight.itemsize < 1 for unit in profile.units for weight in unit.weights)
     measured = costs is not None and precision in costs.measured and not other
     return (in_table or measured) and ((costs is not None and costs.links_known) or not unknown_links(cluster))
