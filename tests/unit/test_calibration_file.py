@@ -230,6 +230,7 @@ def test_what_is_not_covered_is_said() -> None:
         ({"measured": [link("send", median_s=(0.0, 1.0, 2.0))]}, ["above 0"]),
         ({"measured": [link("send", median_s=(1.0, 2.0, 1e300))]}, ["no message takes longer than 3,600 s"]),
         ({"measured": [link("send", latency_s=1e300)]}, ["no message takes longer than 3,600 s"]),
+        ({"measured": [link("send", bus_bytes_per_s=1e-300)]}, ["measured.0.bus_bytes_per_s"]),
         ({"measured": [link("send", per_node=1)]}, ["1 of 2 ranks in a node, and where is 'node'"]),
         ({"measured": [link("send", "network", per_node=2)]}, ["2 of 2 ranks in a node, and where is 'network'"]),
         ({"measured": [link("send", ranks=4)]}, ["4 ranks in a node of 2"]),

@@ -45,7 +45,7 @@ class MeasuredLink(BaseModel):
     groups: int = Field(default=1, ge=1)
     latency_s: float | None = Field(default=None, ge=0)
     latency_interval_s: tuple[float, float] | None = None
-    bus_bytes_per_s: float | None = Field(default=None, gt=0)
+    bus_bytes_per_s: float | None = Field(default=None, ge=1)
     bus_interval_bytes_per_s: tuple[float, float] | None = None
     sizes_bytes: tuple[int, ...] = Field(min_length=1)
     median_s: tuple[float, ...] = Field(min_length=1)
