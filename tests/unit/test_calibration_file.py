@@ -24,8 +24,10 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.cpu import cores_here, processor_name
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
+from shardwise.model.packed_mask import with_packed_mask
 from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.run import calibration as cli_calibration
 from shardwise.run.calibration import corrected_costs, links_told
@@ -71,6 +73,16 @@ def file_of(device: str = "cpu", links: list[dict[str, Any]] | None = None, **mo
         "measured": links or [link(kind) for kind in KINDS],
     }
     return CalibrationFile.model_validate(facts | more)
+
+
+def compute_of_ranks(**more: Any) -> dict[str, Any]:
+    """What ``bench comm`` would have measured of the ranks' kernels: all at one speed."""
+    curve = [(size, size * 1e-9) for size in (1000, 100_000)]
+    forward = dict.fromkeys(("copy", "pointwise", "norm", "loss", "attention", "adamw"), curve)
+    backward = dict.fromkeys(("pointwise", "norm", "loss", "attention"), curve)
+    products = [(m, k, n, m * k * n * 1e-10) for m in (64, 256) for k in (64, 256) for n in (64, 256)]
+    facts = {"threads": 1, "products": products, "launch_s": 1e-6, "comm_busy": 0.1}
+    return facts | {"forward": forward, "backward": backward} | more
 
 
 def seconds(file: CalibrationFile, kind: CollectiveKind, size: float, group: Group, cluster: ClusterSpec) -> float:
@@ -216,6 +228,28 @@ def test_what_is_not_covered_is_said() -> None:
         ({"measured": [link("send", latency_s=float("inf"))]}, ["must be finite"]),
         ({"measured": [link("send", ranks=2, per_node=4)]}, ["4 of 2 ranks in a node"]),
         ({"measured": [link("send", median_s=(0.0, 1.0, 2.0))]}, ["above 0"]),
+        ({"measured": [link("send", median_s=(1.0, 2.0, 1e300))]}, ["no message takes longer than 3,600 s"]),
+        ({"measured": [link("send", latency_s=1e300)]}, ["no message takes longer than 3,600 s"]),
+        ({"measured": [link("send", bus_bytes_per_s=1e-300)]}, ["measured.0.bus_bytes_per_s"]),
+        ({"measured": [link("send", per_node=1)]}, ["1 of 2 ranks in a node, and where is 'node'"]),
+        ({"measured": [link("send", "network", per_node=2)]}, ["2 of 2 ranks in a node, and where is 'network'"]),
+        ({"measured": [link("send", ranks=4)]}, ["4 ranks in a node of 2"]),
+        ({"compute": compute_of_ranks(products=compute_of_ranks()["products"][:5])}, ["5 shapes in 5 rows"]),
+        ({"compute": compute_of_ranks(products=[(0, 64, 64, 1.0)])}, ["compute.products: sizes must be above 0"]),
+        ({"compute": compute_of_ranks(products=[(64, 64, 64, s) for s in (1.0, 2.0)])}, ["1 shapes in 2 rows"]),
+        ({"compute": compute_of_ranks(products=[(64, 64, 64, 1.0), (64, 64, 9, 1e300)])}, ["compute.products.1.3"]),
+        (
+            {"compute": compute_of_ranks(backward={"norm": [(1, 1.0)], "loss": [(1, 1.0)], "attention": []})},
+            ["compute.backward: there is no pointwise", "compute.backward: there is no attention"],
+        ),
+        (
+            {"compute": compute_of_ranks(forward=compute_of_ranks()["forward"] | {"copy": [(0, 1.0), (9, 1.0)]})},
+            ["compute.forward.copy: sizes must be above 0"],
+        ),
+        (
+            {"compute": compute_of_ranks(forward=compute_of_ranks()["forward"] | {"copy": [(9, 1.0), (9, 1.0)]})},
+            ["compute.forward.copy: a size is there twice"],
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_with_all_that_is_wrong(
@@ -239,6 +273,61 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     text.write_text("not = = toml")
     with pytest.raises(ConfigError, match="is no TOML"):
         read_calibration(text)
+
+
+def test_a_group_that_was_not_measured_is_scaled_from_one_with_a_fit() -> None:
+    """And not from the catalogue, whose gloo is another machine's, because the nearest group has none."""
+    links = [link(kind, bus_bytes_per_s=None) for kind in KINDS] + [link(kind, ranks=4) for kind in KINDS]
+    eight = CPUS.model_copy(update={"devices_per_node": 8, "cores_per_node": 8})
+    file = file_of(links=links, devices_per_node=8)
+    assert covers(file, eight)
+    found = seconds(file, "all_gather", 100_000, Group(3, 3), eight)
+    assert found == pytest.approx(seconds(file_of(links=links[5:]), "all_gather", 100_000, Group(3, 3), eight))
+    assert seconds(file, "all_gather", 10_000, Group(2, 2), eight) == pytest.approx(2e-3), "its own shape as it is"
+    slower = link("all_gather", axis="tp", bus_bytes_per_s=None, median_s=(1.0, 2.0, 3.0))
+    for links in ([link("all_gather"), slower], [slower, link("all_gather")]):
+        both = file_of(links=links)
+        assert seconds(both, "all_gather", 1000, Group(2, 2), CPUS) == pytest.approx(1.0)
+        found = seconds(both, "all_gather", 1000, Group(3, 3), eight)
+        assert found == pytest.approx(seconds(file_of(), "all_gather", 1000, Group(3, 3), eight)), "the fit there is"
+
+
+def test_no_measurement_of_one_rank_is_advised() -> None:
+    alone, file = CPUS.model_copy(update={"devices_per_node": 1}), file_of(compute=compute_of_ranks())
+    (told,) = links_told(file, alone)
+    assert told.endswith("it was measured with 2 ranks a node, and the plan has 1"), "bench comm needs two"
+
+
+@pytest.mark.parametrize(
+    ("change", "strategy", "known"),
+    [
+        ({}, None, True),
+        ({"optimizer": "sgd"}, None, True),
+        ({"document_len": 512}, None, True),  # a document a sample
+        ({"optimizer": "muon"}, None, False),  # its products took 700 ms where its bytes take 4
+        ({"optimizer": "adafactor"}, None, False),
+        ({"optimizer": "adamw8bit"}, None, False),
+        ({"optimizer": None, "optimizer_states": None}, None, False),
+        ({"document_len": 32}, None, False),
+        ({}, "ddp+lora", True),
+        ({}, "ddp+qlora", False),
+    ],
+)
+def test_a_cpu_has_no_time_with_what_was_not_measured(
+    change: dict[str, Any], strategy: str | None, known: bool
+) -> None:
+    profile = load_profile("llama-3.2-1b", seq_len=512)
+    pins = Pins() if strategy is None else Pins(strategy=parse_strategy(strategy))
+    costs = corrected_costs(CPUS, file_of(compute=compute_of_ranks()))
+    workload = Workload.model_validate({"seq_len": 512, "global_batch": 8} | change)
+    assert ask(profile, workload, CPUS, pins, costs=costs).timed == known
+
+
+def test_packed_samples_have_no_time_on_a_cpu() -> None:
+    """Attention with a mask took 1.5 times as long as causal attention, of 1,024 rows."""
+    profile, workload = load_profile("llama-3.2-1b", seq_len=512), Workload(seq_len=512, global_batch=8)
+    costs = corrected_costs(CPUS, file_of(compute=compute_of_ranks()))
+    assert not ask(with_packed_mask(profile), workload, CPUS, Pins(), costs=costs).timed
 
 
 @pytest.fixture

@@ -411,6 +411,66 @@ def test_measured_kernels_are_read_between_their_sizes() -> None:
     assert between == pytest.approx(2.0 * 256 * 64 * 64 / 5e10 / 2**0.5)  # halfway by logarithm
 
 
+def test_attention_beyond_the_longest_measured_rows_is_a_line_and_a_square() -> None:
+    """Milliseconds of 512 to 4,096 rows of four heads on one thread of a Xeon: no proportion, and no plain square."""
+    took = {512: 2.37e-3, 1024: 6.89e-3, 2048: 22.6e-3, 4096: 80.4e-3}
+    rows = tuple((float(n), seconds) for n, seconds in took.items())
+    measured = replace(rates(), forward=(("attention", rows[:2]),))
+    for n in (2048, 4096):
+        assert measured.kernel_s("attention", n) == pytest.approx(took[n], rel=0.05)
+    assert replace(rates(), forward=(("attention", rows[:1]),)).kernel_s("attention", 1024) == 4 * 2.37e-3
+    falling = replace(rates(), forward=(("attention", ((512.0, 3e-3), (1024.0, 3e-3))),))
+    assert falling.kernel_s("attention", 4096) == pytest.approx(4 * 3e-3), "noise: no less than in proportion"
+    steep = replace(rates(), forward=(("attention", ((512.0, 1e-6), (1024.0, 3e-3))),))
+    assert steep.kernel_s("attention", 4096) == pytest.approx(16 * 3e-3), "noise: no more than a square"
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "across"), [("zero1", 1, 0), ("zero1+tp2", 2, 1), ("zero1+tp2", 1, 0)])
+def test_zero1s_messages_have_the_delay_of_the_link_between_its_ranks(strategy: str, nodes: int, across: int) -> None:
+    """Between nodes where tensor parallel fills a node, and none where a rank has no other."""
+    cluster = CPU.model_copy(update={"nodes": nodes})
+    tiny = model(layers=2, hidden=512, seq_len=64)
+    kinds = [(kind, where) for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+             for where in ("node", "network")]  # fmt: skip
+
+    def host_s(node_s: float, network_s: float) -> float:
+        delays = {("send", "node"): node_s, ("send", "network"): network_s}
+        fits = tuple((key, LinkFit(delays.get(key, 0.0), 1e10)) for key in kinds)
+        options = {"rates": rates(), "calibration": Calibration(fits=fits)}
+        return predict(strategy, cluster, tiny, precision="fp32", options=options).host_s
+
+    assert (host_s(0.0, 1.0) > host_s(0.0, 0.0)) == bool(across)
+    assert (host_s(1.0, 0.0) > host_s(0.0, 0.0)) == (strategy == "zero1")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "strategy", "part"),
+    [
+        (1, 4, "ddp+pp4", 0),
+        (2, 2, "ddp+pp4", 1 / 3),
+        (2, 2, "ddp+pp2", 1),
+        (2, 2, "ddp+tp2+pp2", 1),
+        (4, 1, "ddp+pp4", 1),
+    ],
+)
+def test_a_pipeline_of_cpus_waits_for_the_transfers_between_nodes(
+    nodes: int, per_node: int, strategy: str, part: float
+) -> None:
+    """Those of one micro batch through all stages; inside a node nothing takes long, and elsewhere a second."""
+    cluster = CPU.model_copy(update={"nodes": nodes, "devices_per_node": per_node})
+    tiny = model(layers=4, hidden=512, seq_len=64)
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    fits = tuple(((kind, where), LinkFit(0.0, 1e10)) for kind in kinds for where in ("node", "network"))
+
+    def idle_s(delay: float) -> float:
+        delays = ((("send", "node"), LinkFit(0.0, 1e10)), (("send", "network"), LinkFit(delay, 1e10)))
+        options = {"rates": rates(), "calibration": Calibration(fits=(*fits, *delays))}
+        return predict(strategy, cluster, tiny, precision="fp32", options=options).pipeline_s
+
+    hops = 2 * (4 - 1 if strategy == "ddp+pp4" else 1)
+    assert idle_s(1.0) - idle_s(0.0) == pytest.approx(hops * part * 2 * 1.0, abs=1e-6), "there and back, each twice"
+
+
 def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
     """A model below 25 MB sends a first bucket of 1 MiB behind its backward, and the rest when that has ended."""
     tiny = profile_of(

@@ -6,14 +6,18 @@ libraries under PyTorch. ``bench comm`` measures them on all ranks at once, as a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.cost.time.machine import Rates
 
 Kernel = Literal["copy", "pointwise", "norm", "loss", "attention", "adamw"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LONGEST_S = 3600.0  # of one measured call
+Positive = Annotated[float, Field(gt=0, le=LONGEST_S)]
+AHEAD: tuple[Kernel, ...] = get_args(Kernel)
+BACK: tuple[Kernel, ...] = ("pointwise", "norm", "loss", "attention")
 
 
 # Of a kernel's seconds in a step, where caches have other tensors, over those of one that is called again and again.
@@ -40,6 +44,20 @@ class MeasuredCompute(BaseModel):
     launch_s: Positive
     comm_busy: float = Field(ge=0, le=1)
 
+    def problems(self) -> list[str]:
+        """List what the cost model needs and does not find: kernels, sizes above 0, a full grid of products."""
+        found = []
+        for name, curves, kernels in (("forward", self.forward, AHEAD), ("backward", self.backward, BACK)):
+            found += [f"{name}: there is no {kernel}" for kernel in kernels if not curves.get(kernel)]
+            found += [f"{name}.{kernel}: {wrong}" for kernel, rows in curves.items() if (wrong := _wrong_sizes(rows))]
+        shapes = [row[:3] for row in self.products]
+        full = math.prod(len({shape[axis] for shape in shapes}) for axis in range(3))
+        if min(map(min, shapes)) <= 0:
+            found.append("products: sizes must be above 0")
+        elif not len(shapes) == len(set(shapes)) == full:
+            found.append(f"products: {len(set(shapes))} shapes in {len(shapes)} rows, and their grid has {full}")
+        return found
+
     def rates(self) -> Rates:
         """Convert to the cost model's `Rates`."""
         return Rates(
@@ -49,6 +67,13 @@ class MeasuredCompute(BaseModel):
             launch_s=self.launch_s,
             contention=self.comm_busy,
         )
+
+
+def _wrong_sizes(rows: tuple[tuple[int, float], ...]) -> str:
+    sizes = [size for size, _ in rows]
+    if min(sizes, default=1) <= 0:
+        return "sizes must be above 0"
+    return "a size is there twice" if len(set(sizes)) != len(sizes) else ""
 
 
 def _curves(

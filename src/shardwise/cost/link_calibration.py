@@ -9,12 +9,13 @@ measurement.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwise.cost.compute_calibration import MeasuredCompute
+from shardwise.cost.compute_calibration import LONGEST_S, MeasuredCompute
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind, LinkFit, Measured
 from shardwise.document import read_toml
 from shardwise.errors import ConfigError, PlanError
@@ -44,7 +45,7 @@ class MeasuredLink(BaseModel):
     groups: int = Field(default=1, ge=1)
     latency_s: float | None = Field(default=None, ge=0)
     latency_interval_s: tuple[float, float] | None = None
-    bus_bytes_per_s: float | None = Field(default=None, gt=0)
+    bus_bytes_per_s: float | None = Field(default=None, ge=1)
     bus_interval_bytes_per_s: tuple[float, float] | None = None
     sizes_bytes: tuple[int, ...] = Field(min_length=1)
     median_s: tuple[float, ...] = Field(min_length=1)
@@ -84,15 +85,16 @@ class CalibrationFile(BaseModel):
     def calibration(self) -> Calibration:
         """Convert to the cost model's `Calibration`.
 
-        Of two axes with groups of the same shape the slower one is used: costs do not distinguish axes.
+        Of two axes with groups of the same shape the slower one is used, with the other's fit if it has none: costs do
+        not distinguish axes.
         """
         found: dict[tuple[str, int, int], Measured] = {}
         for link in self.measured:
             one = _entry(link, self.devices_per_node)
             key = (one.kind, one.ranks, one.per_node)
-            last = one.curve[-1][0]
-            if key not in found or one.seconds(last) > found[key].seconds(last):
-                found[key] = one
+            last, other = one.curve[-1][0], found.get(key, one)
+            slower, faster = (one, other) if one.seconds(last) > other.seconds(last) else (other, one)
+            found[key] = slower if slower.fit is not None else replace(slower, fit=faster.fit)
         return Calibration(measured=tuple(found.values()))
 
     def rates(self) -> dict[str, tuple[float, str]]:
@@ -146,8 +148,10 @@ def read_calibration(path: Path) -> CalibrationFile:
     problems = [
         f"--calibration '{path}': measured.{index}: {wrong}{hint}"
         for index, link in enumerate(file.measured)
-        if (wrong := _wrong(link))
+        if (wrong := _wrong(link, file.devices_per_node))
     ]
+    if file.compute is not None:
+        problems += [f"--calibration '{path}': compute.{wrong}{hint}" for wrong in file.compute.problems()]
     if not file.measured:
         problems.append(f"--calibration '{path}': measured: there is nothing{hint}")
     if problems:
@@ -155,7 +159,7 @@ def read_calibration(path: Path) -> CalibrationFile:
     return file
 
 
-def _wrong(link: MeasuredLink) -> str:
+def _wrong(link: MeasuredLink, devices_per_node: int) -> str:
     if len(link.sizes_bytes) != len(link.median_s):
         return f"{len(link.sizes_bytes)} sizes and {len(link.median_s)} medians"
     if len(set(link.sizes_bytes)) != len(link.sizes_bytes):
@@ -164,8 +168,14 @@ def _wrong(link: MeasuredLink) -> str:
         return "sizes and seconds must be above 0"
     if math.inf in (link.latency_s, link.bus_bytes_per_s):
         return "latency and bandwidth must be finite"
+    if max(*link.median_s, link.latency_s or 0.0) > LONGEST_S:
+        return f"no message takes longer than {LONGEST_S:,.0f} s"
     if link.per_node > link.ranks:
         return f"{link.per_node} of {counted(link.ranks, 'rank')} in a node"
+    if link.per_node > devices_per_node:
+        return f"{link.per_node} ranks in a node of {devices_per_node}"
+    if (link.where == "node") != (link.per_node == link.ranks):
+        return f"{link.per_node} of {counted(link.ranks, 'rank')} in a node, and where is '{link.where}'"
     return ""
 
 

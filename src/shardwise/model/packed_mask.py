@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from shardwise.model.profile import ModelProfile, Op
 
+PACKED_MASK = "packed_mask"  # the name of the op
+
 
 def with_packed_mask(profile: ModelProfile, implementation: str = "sdpa") -> ModelProfile:
     """Return the profile with the masks of packed samples as further saved tensors, whose time is not counted.
@@ -22,7 +24,7 @@ def with_packed_mask(profile: ModelProfile, implementation: str = "sdpa") -> Mod
     if profile.seq_len is None or implementation not in ("sdpa", "eager"):
         return profile
     pairs = profile.seq_len**2
-    additive = Op("packed_mask", "pointwise", launches=0, saved=pairs)
+    additive = Op(PACKED_MASK, "pointwise", launches=0, saved=pairs)
     shared = replace(additive, saved=0, saved_bytes=pairs) if implementation == "sdpa" else additive
 
     def masked(ops: tuple[Op, ...]) -> Iterator[Op]:

@@ -27,6 +27,7 @@ SECONDS = (
     *("step_s", "low_s", "high_s", "compute_s", "recompute_s", "exposed_dp_s", "exposed_tp_s", "exposed_cp_s"),
     *("exposed_ep_s", "pipeline_s", "optimizer_s", "offload_s", "host_s"),
 )
+NOT_MEASURED = "in fp32 with AdamW or SGD, without convolutions, experts, 4-bit weights, documents and compiled blocks"
 RATES = ("samples_per_s_per_device", "tokens_per_s_per_device", "mfu")
 
 
@@ -52,10 +53,11 @@ def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") 
         why = f"measured with {measured} a node, and the plan has {cluster.devices_per_node}"
         if links.compute is None:
             why = "made by an earlier version, which did not measure how fast a CPU computes"
-        return [f"--calibration has no effect on this plan: it was {why}; {FIX} --nproc {cluster.devices_per_node}"]
+        fix = f"; {FIX} --nproc {cluster.devices_per_node}" if cluster.world_size > 1 else ""  # needs two ranks
+        return [f"--calibration has no effect on this plan: it was {why}{fix}"]
     if cluster.device == "cpu" and notes:  # there is no catalogue to stand in
         return [f"--calibration has no effect on this plan, as {notes[0].partition(';')[0]}; {FIX} --max-size 256MiB"]
-    beside = "; in fp32, without convolutions, experts and compiled blocks" if cluster.device == "cpu" else ""
+    beside = f"; {NOT_MEASURED}" if cluster.device == "cpu" else ""
     return [f"times are over {links.says()}{beside}", *notes]
 
 

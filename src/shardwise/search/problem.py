@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.model.packed_mask import PACKED_MASK
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.plan import Plan, Precision, RunPrecision
 from shardwise.plan.workload import Workload
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
 
 SAID_TIE = 0.05  # relative times within the model's error
+MEASURED_OPTIMIZERS = ("adamw", "sgd")  # whose seconds on a CPU are those of the bytes that they move
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
 
 
@@ -114,10 +116,15 @@ def _is_timed(
 ) -> bool:
     """Return whether the speed of the device and of its links is known, from the catalogue or measured.
 
-    Convolutions, experts and compiled blocks are not among a CPU's measured kernels.
+    Convolutions, experts, 4-bit weights, compiled blocks, masks of documents, and optimizers that do more than move
+    their states are not among a CPU's measured kernels.
     """
     in_table = cluster.gpu is not None and bool(cluster.gpu.peak_flops)
-    other = workload.compiled or any(op.kind == "conv" or op.experts for unit in profile.units for op in unit.ops)
+    other = workload.compiled or workload.optimizer not in MEASURED_OPTIMIZERS
+    other = other or (workload.document_len is not None and workload.document_len < (profile.seq_len or 0))
+    ops = [op for unit in profile.units for op in unit.ops]
+    other = other or any(op.kind == "conv" or op.experts or op.name == PACKED_MASK for op in ops)
+    other = other or any(weight.itemsize < 1 for unit in profile.units for weight in unit.weights)
     measured = costs is not None and precision in costs.measured and not other
     return (in_table or measured) and ((costs is not None and costs.links_known) or not unknown_links(cluster))
 

@@ -149,7 +149,7 @@ class Calibration:
         return next((fit for key, fit in self.fits if key == (kind, where)), None)
 
     def nearest(self, kind: str, group: Group) -> Measured | None:
-        """Measurement of ``kind`` in the group most like ``group``, within nodes or across alike."""
+        """Measurement of ``kind`` in ``group``, else one with a fit in the group most like it, in or across nodes."""
 
         def apart(one: Measured) -> float:
             ranks, per_node = one.ranks / group.ranks, one.per_node / group.per_node
@@ -157,6 +157,7 @@ class Calibration:
 
         across = group.per_node < group.ranks
         found = [one for one in self.measured if one.kind == kind and (one.per_node < one.ranks) == across]
+        found = [one for one in found if one.fit is not None or one.group == group]
         return min(found, key=apart, default=None)
 
 

@@ -30,7 +30,7 @@ def cpu_host_s(machine: Machine, rates: Rates, profile: ModelProfile, plan: Plan
     tensors = sum(unit.count * sum(w.trainable for w in unit.weights) for unit in profile.units) / pp
     calls = CPU_STEP_CALLS + tensors * CPU_TENSOR_CALLS
     waits = _agreement_s(machine, plan)
-    if strategy.base == "zero1":
+    if strategy.base == "zero1" and plan.dims.dp * plan.dims.cp > 1:
         number = _broadcasts(profile, plan.dims.dp * plan.dims.cp)
         calls += CPU_BROADCAST_CALLS * number
         waits += number * _delay_s(machine, plan)  # there and back (gloo waits for the receiver), two at a time
@@ -53,7 +53,25 @@ def _agreement_s(machine: Machine, plan: Plan) -> float:
 def _delay_s(machine: Machine, plan: Plan) -> float:
     """Seconds of a small message between two ranks of data parallelism."""
     per_node = machine.cluster.devices_per_node
-    return machine.collective_s("send", 1.0, 2, 1 if plan.dims.dp * plan.dims.cp > per_node else 2)
+    across = plan.dims.dp * plan.dims.cp * plan.dims.tp > per_node  # tensor parallel is the innermost axis
+    return machine.collective_s("send", 1.0, 2, 1 if across else 2)
+
+
+def cpu_send_s(machine: Machine, stages: int, apart: int, message_bytes: float) -> float:
+    """Seconds of one transfer between stages whose ranks are ``apart``: the mean of those inside and between nodes.
+
+    gloo sends once the receiver has said that it waits, which a stage says when it has nothing else to do.
+    """
+    here = machine.cluster.devices_per_node
+    across = [
+        any(rank // here != (rank + apart) // here for rank in range(stage * apart, (stage + 1) * apart))
+        for stage in range(stages - 1)
+    ]
+    each = {
+        one: sum(machine.collective_s("send", size, 2, 1 if one else 2) for size in (message_bytes, 1.0))
+        for one in set(across)
+    }
+    return sum(each[one] for one in across) / len(across)
 
 
 def _broadcasts(profile: ModelProfile, ranks: int) -> float:

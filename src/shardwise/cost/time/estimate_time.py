@@ -24,7 +24,7 @@ from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import framework_of, layout_of, rank_blocks
 from shardwise.cost.same import Same
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
-from shardwise.cost.time.cpu_time import SPREAD_CPU, cpu_host_s, ddp_buckets
+from shardwise.cost.time.cpu_time import SPREAD_CPU, cpu_host_s, cpu_send_s, ddp_buckets
 from shardwise.cost.time.layer_time import (
     COMPUTE_BYTES,
     UnitElements,
@@ -475,14 +475,12 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
     block = next((unit for unit in profile.units if unit.kind == "block"), None)
     if block is None:
         return 0.0
-    message = block.input_elements * plan.sequences * COMPUTE_BYTES[plan.precision]
+    whole = block.input_elements * plan.sequences * COMPUTE_BYTES[plan.precision]
+    message = whole / (plan.dims.tp * plan.dims.cp)
     apart = plan.dims.world_size // plan.dims.pp
-    per_node = 1 if apart >= machine.cluster.devices_per_node else 2
-    seconds = machine.collective_s("send", message / (plan.dims.tp * plan.dims.cp), 2, per_node)
     if machine.rates is None:
-        return seconds
-    # gloo sends once the receiver has said that it waits, which a stage says when it has nothing else to do
-    return seconds + machine.collective_s("send", 1.0, 2, per_node)
+        return machine.collective_s("send", message, 2, 1 if apart >= machine.cluster.devices_per_node else 2)
+    return cpu_send_s(machine, plan.dims.pp, apart, message)
 
 
 def _clean(seconds: float) -> float:
