@@ -106,6 +106,11 @@ def test_plan_predicts_seconds_of_the_ranks_that_were_measured(
         untimed = shardwise(*words, str(changed(tmp_path / "other.toml", file, change)))
         assert not any(one["step_time_s"] for one in json.loads(untimed.stdout)["candidates"])
         assert words_said in untimed.stderr.replace("\n", " ")
+    config = tmp_path / "more-threads.toml"
+    config.write_text((ROOT / "examples" / "stdlib.toml").read_text().replace("[parallel]", "[parallel]\nthreads = 7"))
+    untimed = shardwise("plan", str(config), *words[2:], str(changed(tmp_path / "cpus.toml", file, {})))
+    assert not any(one["step_time_s"] for one in json.loads(untimed.stdout)["candidates"])
+    assert "a rank, and parallel.threads is 7" in untimed.stderr.replace("\n", " ")
     for not_measured in (["--precision", "bf16"], ["--compile"]):
         other = shardwise(*words, str(changed(tmp_path / "cpus.toml", file, {})), *not_measured)
         assert not any(one["step_time_s"] for one in json.loads(other.stdout)["candidates"]), not_measured

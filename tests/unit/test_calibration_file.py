@@ -30,7 +30,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.run import calibration as cli_calibration
-from shardwise.run.calibration import corrected_costs, links_told
+from shardwise.run.calibration import corrected_costs, links_told, read_links
 from shardwise.search.candidate import Pins
 from shardwise.search.problem import ask
 
@@ -296,6 +296,15 @@ def test_no_measurement_of_one_rank_is_advised() -> None:
     alone, file = CPUS.model_copy(update={"devices_per_node": 1}), file_of(compute=compute_of_ranks())
     (told,) = links_told(file, alone)
     assert told.endswith("it was measured with 2 ranks a node, and the plan has 1"), "bench comm needs two"
+
+
+def test_what_other_threads_computed_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "links.toml"
+    path.write_text(file_of(compute=compute_of_ranks()).to_toml())
+    for threads, known in ((None, True), (1, True), (2, False)):
+        links, notes = read_links(path, CPUS, threads)
+        assert (links.compute is not None) == known and ("no effect" in notes[0]) != known
+    assert "measured with 1 thread a rank, and parallel.threads is 2" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     usual |= {"loss_chunks": (1, train.loss_chunks), "optimizer_in_backward": (False, config.optimizer.in_backward)}
     filled |= {key: value for key, (default, value) in usual.items() if words[key] == default}
     filled |= {"grad_accum": train.grad_accum, "device": parallel.device, "nproc": parallel.nproc, "steps": train.steps}
+    filled["threads"] = parallel.threads
     filled["average"] = train.ema_decay > 0
     options = given_options(config)
     filled |= {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}

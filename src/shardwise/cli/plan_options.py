@@ -77,7 +77,7 @@ def read_request(
         notes=notes,
         profile_of=profile_of_model,
         price=price,
-        links_of=None if calibration is None else partial(read_links, calibration),
+        links_of=None if calibration is None else partial(read_links, calibration, threads=words.get("threads")),
     )
 
 

@@ -31,14 +31,22 @@ NOT_MEASURED = "in fp32 with AdamW or SGD, without convolutions, experts, 4-bit 
 RATES = ("samples_per_s_per_device", "tokens_per_s_per_device", "mfu")
 
 
-def read_links(path: Path, cluster: ClusterSpec) -> tuple[CalibrationFile, list[str]]:
+def read_links(path: Path, cluster: ClusterSpec, threads: int | None = None) -> tuple[CalibrationFile, list[str]]:
     """Read a ``bench comm`` file for plans on ``cluster``; also describe its changes and gaps.
+
+    What CPU ranks of other ``threads`` computed is left out; ``None`` are those of `bench comm`, its cores a rank.
 
     Raises:
         UserError: it cannot be read, or was measured on a different cluster.
     """
     links = read_calibration(path)
-    return links, links_told(links, cluster, name=str(path))
+    notes, measured = links_told(links, cluster, name=str(path)), links.compute
+    if cluster.device == "cpu" and measured is not None and threads not in (None, measured.threads):
+        why = f"measured with {counted(measured.threads, 'thread')} a rank, and parallel.threads is {threads}"
+        fix = f"make them equal, or measure again with OMP_NUM_THREADS={threads}"
+        told = f"--calibration has no effect on this plan: it was {why}; {fix}"
+        return links.model_copy(update={"compute": None}), [told]
+    return links, notes
 
 
 def links_told(links: CalibrationFile, cluster: ClusterSpec, *, name: str = "") -> list[str]:

@@ -125,7 +125,7 @@ def prepare_job(
         nproc = config.parallel.nproc or (plan.dims.world_size // nodes if plan else None)
         cluster = detect(config.parallel.device, nproc, visible=visible_devices()).model_copy(update={"nodes": nodes})
     check_plan(config, cluster, plan)
-    links, notes = (None, []) if calibration is None else read_links(calibration, cluster)
+    links, notes = (None, []) if calibration is None else read_links(calibration, cluster, config.parallel.threads)
     check_model_path(config)
     draft = draft_plan(config, cluster) if plan is None else completed(plan, config)
     check_packages(draft.parsed.adapter if plan is not None else adapter_of(config))
