@@ -9,8 +9,10 @@ measurement.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -115,16 +117,29 @@ class CalibrationFile(BaseModel):
 
 def _entry(link: MeasuredLink, devices_per_node: int) -> Measured:
     """Convert one link; seconds are made non-decreasing with message size, against noise."""
-    across = link.where == "network"
-    curve: list[tuple[float, float]] = []
-    for size, seconds in sorted(zip(link.sizes_bytes, link.median_s, strict=True)):
-        curve.append((float(size), max(seconds, curve[-1][1] if curve else 0.0)))
+    across, sizes = link.where == "network", sorted(link.sizes_bytes)
+    seconds = _rising([s for _, s in sorted(zip(link.sizes_bytes, link.median_s, strict=True))])
+    curve = zip(map(float, sizes), seconds, strict=True)
     fit = None
     if link.latency_s is not None and link.bus_bytes_per_s is not None:
         fit = LinkFit(link.latency_s, link.bus_bytes_per_s)
     ranks, per_node = (2, 1 if across else 2) if link.collective == "send" else (link.ranks, link.per_node)
     sharing = max(1, devices_per_node // link.per_node) if across else 1
     return Measured(link.collective, ranks, per_node, tuple(curve), fit, sharing)
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """Make values non-decreasing: neighbours that fall share their median, so that one outlier moves nothing else.
+
+    Isotonic regression by pooling of adjacent violators, of absolute differences.
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and median(pools[-2]) > median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [median(pool) for pool in pools for _ in pool]
 
 
 def read_calibration(path: Path) -> CalibrationFile:

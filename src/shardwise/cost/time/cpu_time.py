@@ -2,7 +2,7 @@
 
 Fitted on 112 configurations of two ranks over four links on one machine of two cores (``benchmarks/choice``): a model
 that a like fit had not seen had a median error of 11 to 19 %. On another machine, three times as fast, the same
-constants had 7.3 %, and 23.7 % at the 90th percentile.
+constants had 7.5 %, and 24.2 % at the 90th percentile.
 """
 
 from __future__ import annotations
