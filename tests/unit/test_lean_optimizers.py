@@ -15,6 +15,7 @@ from shardwise.cost.memory.estimate_memory import estimate_memory
 from shardwise.errors import ConfigError, PlanError
 from shardwise.measure import state
 from shardwise.model.read import read_model
+from shardwise.optim import adamw8bit
 from shardwise.optim.adafactor import Adafactor, state_shapes
 from shardwise.optim.adamw8bit import BLOCK, AdamW8bit, Blocks, dequantised, quantised, require_bitsandbytes
 from shardwise.optim.in_backward import InBackward
@@ -226,3 +227,23 @@ def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPa
         require_bitsandbytes()
     with pytest.raises(ConfigError, match="pip install"):
         build_optimizer(parameters(), OptimizerTable(name="adamw8bit"))
+
+
+@pytest.mark.parametrize("chunk", [512, 700], ids=["the same blocks", "other blocks"])
+def test_8_bit_state_is_regrouped_alike_in_slabs_of_any_size(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    old, parameter = adamw8bit.Blocks(5000, chunk), torch.empty(5000)
+    codes = [torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=generator) for _ in range(2)]
+    saved = {name: torch.rand(old.parts * old.each, generator=generator) for name in ("absmax1", "absmax2")}
+    tables = torch.linspace(-1, 1, 256), torch.linspace(0, 1, 256)
+    found = []
+    for slab in (adamw8bit.BLOCK, 4 * adamw8bit.BLOCK, adamw8bit._SLAB):
+        monkeypatch.setattr(adamw8bit, "_SLAB", slab)
+        values: dict[str, Any] = {"state1": codes[0].clone(), "state2": codes[1].clone()}
+        values |= {name: adamw8bit.empty_scales(parameter) for name in saved}
+        regrouping = adamw8bit.Regrouping(parameter, values, saved, old, adamw8bit.blocks_of(parameter), tables)
+        regrouping.finish()
+        found.append(values)
+    assert regrouping.is_exact == (chunk == 512)
+    for values in found[:2]:
+        assert all(torch.equal(values[name], found[2][name]) for name in values)

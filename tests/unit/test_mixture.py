@@ -110,6 +110,8 @@ class TestConfig:
         lines = [*receipt.lines()]
         assert any(line.startswith("notes: 25.00% of the stream") for line in lines)
         assert lines[1].startswith(f"{receipt.documents} documents; "), "notes are no conversations"
+        fills = [part.fill for part in samples.parts]
+        assert samples.fill is not None and 0 < min(fills) < samples.fill < max(fills) <= 1
         held = samples_for(corpus, config, heldout=True)
         assert len(held) >= 2  # each source keeps some
 
