@@ -106,6 +106,11 @@ def test_plan_predicts_seconds_of_the_ranks_that_were_measured(
         untimed = shardwise(*words, str(changed(tmp_path / "other.toml", file, change)))
         assert not any(one["step_time_s"] for one in json.loads(untimed.stdout)["candidates"])
         assert words_said in untimed.stderr.replace("\n", " ")
+    run = ("examples/stdlib.toml", "--dry-run", "--json", f"train.output={tmp_path / 'run'}", "parallel.strategy=fsdp")
+    foreseen = shardwise("train", *run, "--calibration", str(tmp_path / "cpus.toml"))
+    step_s = json.loads(foreseen.stdout.splitlines()[-1])["step_time"]["step_s"]
+    fsdp = next(one for one in json.loads(timed.stdout)["candidates"] if one["strategy"] == "fsdp")
+    assert step_s == pytest.approx(fsdp["step_time_s"], rel=0.2), "what a run is compared with is what plan says"
     config = tmp_path / "more-threads.toml"
     config.write_text((ROOT / "examples" / "stdlib.toml").read_text().replace("[parallel]", "[parallel]\nthreads = 7"))
     untimed = shardwise("plan", str(config), *words[2:], str(changed(tmp_path / "cpus.toml", file, {})))

@@ -45,7 +45,7 @@ from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
 from shardwise.search.cost_inputs_of_plan import adapted, with_plan
 from shardwise.search.problem import ask, default_precision, precision_text
-from shardwise.search.search import cost_of
+from shardwise.search.search import cost_of, time_of
 from shardwise.train.config import Config, optimizer_problems
 from shardwise.train.tasks.registry import TaskData, example_inputs_of, length_of, prepare_data
 from shardwise.train.trackers import check_trackers
@@ -295,6 +295,10 @@ def choose_plan(
         named = config.parallel.precision != "auto"
         notes = precision_text(choice.plan.precision, cluster, named=named)
         choice = replace(choice, plan=with_options(choice.plan, config), precision=notes)
+        if links is not None and profile is not None:  # the choice's own time is the catalogue's
+            pins = Pins(strategy=choice.plan.parsed, precision=choice.plan.precision)
+            problem = ask(profile, workload, cluster, pins, costs=corrected_costs(cluster, links))
+            choice = replace(choice, time=time_of(problem, choice.plan))
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)
