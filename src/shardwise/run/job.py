@@ -295,10 +295,7 @@ def choose_plan(
         named = config.parallel.precision != "auto"
         notes = precision_text(choice.plan.precision, cluster, named=named)
         choice = replace(choice, plan=with_options(choice.plan, config), precision=notes)
-        if links is not None and profile is not None:  # the choice's own time is the catalogue's
-            pins = Pins(strategy=choice.plan.parsed, precision=choice.plan.precision)
-            problem = ask(profile, workload, cluster, pins, costs=corrected_costs(cluster, links))
-            choice = replace(choice, time=time_of(problem, choice.plan))
+        choice = choice if links is None else _over(links, choice, profile, workload, cluster)
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)
@@ -362,6 +359,17 @@ def given_options(config: Config) -> dict[str, Any]:
     if "pipeline_schedule" in given:
         given["virtual_stages"] = config.parallel.stages_per_rank
     return given if adapter_of(config) == "none" else given | {"adapter": config.lora.options}
+
+
+def _over(
+    links: CalibrationFile, choice: Choice, profile: ModelProfile | None, workload: Workload, cluster: ClusterSpec
+) -> Choice:
+    """Return the choice with its time over measured links; its own is the catalogue's."""
+    if profile is None:
+        return choice
+    pins = Pins(strategy=choice.plan.parsed, precision=choice.plan.precision)
+    problem = ask(profile, workload, cluster, pins, costs=corrected_costs(cluster, links))
+    return replace(choice, time=time_of(problem, choice.plan))
 
 
 def _fixed_choice(
