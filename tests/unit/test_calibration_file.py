@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,6 +32,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.run import calibration as cli_calibration
 from shardwise.run.calibration import corrected_costs, links_told, read_links
+from shardwise.run.rank_main import remember_run
 from shardwise.search.candidate import Pins
 from shardwise.search.problem import ask
 
@@ -406,3 +408,20 @@ def test_a_calibration_is_equal_to_itself_alone() -> None:
     one = Calibration(measured=(Measured("send", 2, 2, ((1.0, 1.0),), LinkFit(0.0, 1.0)),))
     other = Calibration(measured=one.measured)
     assert one == one and one != other and len({one, other}) == 2
+
+
+@pytest.mark.parametrize(("measured", "planned"), [(None, 2.0), ({}, None), ({"dp": (1e9, "bench comm")}, None)])
+def test_history_has_no_time_over_measured_links(
+    measured: dict[str, tuple[float, str]] | None,
+    planned: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It corrects times with the catalogue's links; a calibration without a bandwidth is one, too."""
+    kept = dict[str, Any]()
+    monkeypatch.setattr("shardwise.measure.history.remember", lambda **facts: kept.update(facts) or "")
+    job = mock.Mock(step_time=mock.Mock(step_s=2.0), measured_links=measured)
+    job.config.train.output, job.estimate.unknown = str(tmp_path), ()
+    session = mock.Mock(device=mock.Mock(type="cpu"), first_step=0)
+    found = remember_run(job, session, mock.Mock(peaks=None), mock.Mock())
+    assert kept["planned_step_s"] == planned and found["planned"] == 2.0

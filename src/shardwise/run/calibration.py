@@ -34,7 +34,7 @@ RATES = ("samples_per_s_per_device", "tokens_per_s_per_device", "mfu")
 def read_links(path: Path, cluster: ClusterSpec, threads: int | None = None) -> tuple[CalibrationFile, list[str]]:
     """Read a ``bench comm`` file for plans on ``cluster``; also describe its changes and gaps.
 
-    What CPU ranks of other ``threads`` computed is left out; ``None`` are those of `bench comm`, its cores a rank.
+    What CPU ranks with another number of ``threads`` computed is left out; ``None`` takes any.
 
     Raises:
         UserError: it cannot be read, or was measured on a different cluster.

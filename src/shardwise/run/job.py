@@ -59,7 +59,8 @@ class Job(BaseModel):
 
     ``traffic`` is the predicted traffic of a device in a step, bytes by axis; ``alternatives`` are other possible
     plans, ``smaller`` those that need less memory; ``measured_links`` bytes/s that ``bench comm`` measured on an axis,
-    and when; ``command`` are the words that started the run.
+    and when (``None`` without a calibration, empty where it has no bandwidth); ``command`` are the words that started
+    the run.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -73,7 +74,7 @@ class Job(BaseModel):
     cluster: ClusterSpec | None = None
     traffic: dict[str, float] = {}
     alternatives: tuple[Alternative, ...] = ()
-    measured_links: dict[str, tuple[float, str]] = {}
+    measured_links: dict[str, tuple[float, str]] | None = None
     smaller: tuple[Alternative, ...] = ()
     command: tuple[str, ...] = ()
 
@@ -142,7 +143,7 @@ def prepare_job(
         step_time=choice.time,
         as_json=as_json,
         cluster=cluster,
-        measured_links={} if links is None else links.rates(),
+        measured_links=None if links is None else links.rates(),
         command=tuple(command),
         **foreseen(asked, choice.plan, cluster, config),
     )
