@@ -192,9 +192,7 @@ def remember_run(job: Any, session: Any, fit: Any, reporter: Any) -> dict[str, f
         world_size=session.ranks.world_size,
         planned_peak=None if estimate.unknown else full,
         found_peak=None if peaks is None else max(peaks.allocated.values(), default=None),
-        planned_step_s=planned
-        if job.measured_links is None
-        else None,  # history corrects times with the catalogue's links
+        planned_step_s=planned if job.measured_links is None else None,  # it corrects the catalogue's times
         found_step_s=found,
     )
     if problem:
