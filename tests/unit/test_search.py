@@ -19,6 +19,7 @@ from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile, Op, Unit, Weight
 from shardwise.plan.plan import Plan, not_runnable
+from shardwise.plan.program import SHARDWISE
 from shardwise.plan.strategy import BASES, parse_strategy
 from shardwise.plan.workload import Workload
 from shardwise.search.advice import search_and_advise
@@ -576,6 +577,15 @@ class TestAdvice:
         assert "nearest: fsdp, micro batch 1, recompute full, is " in text
         assert "16 × Device (2 nodes) would do: fsdp, micro batch 1, recompute full: 59." in text
         assert "offload fits: fsdp+offload, " in text and "another strategy fits: zero2+offload, " in text
+
+    @pytest.mark.parametrize(("fp8", "gpu"), [("rowwise", "L40"), ("none", "A100-SXM-40GB")])
+    def test_a_larger_gpu_computes_in_the_types_that_were_asked_for(self, fp8, gpu):
+        program = SHARDWISE.model_copy(update={"fp8": fp8})
+        workload = Workload(seq_len=4096, global_batch=8, compiled=True, program=program)
+        profile = load_profile("llama-2-13b", seq_len=4096)
+        pins = Pins(strategy=parse_strategy("fsdp"))
+        advice = search_and_advise(profile, workload, parse_cluster("8xRTX4090"), pins).advice
+        assert f"8 × {gpu} would do: fsdp" in "\n".join(advice)
 
     def test_what_is_pinned_too_tightly(self):
         state = ELEMENTS * 8 * 16

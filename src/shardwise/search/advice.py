@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cost.time.kernels import supports
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import find_gpu, gpu_names
@@ -306,11 +307,17 @@ def _unpin(problem: SearchProblem) -> Iterator[str]:
 
 
 def _other_gpu(problem: SearchProblem) -> Iterator[str]:
-    """Propose the GPU of the table with the least sufficient memory, in the same number."""
+    """Propose the GPU of the table with the least sufficient memory, in the same number.
+
+    One that computes in the types of the request, as far as the present one does.
+    """
     cluster = problem.cluster
     if cluster.device != "cuda":
         return
+    types = {problem.precision, "fp8"} if problem.workload.program.fp8 != "none" else {problem.precision}
+    types -= {one for one in types if cluster.gpu is not None and not supports(cluster.gpu, one)}
     gpus = [gpu for name in gpu_names() if (gpu := find_gpu(name)) is not None]
+    gpus = [gpu for gpu in gpus if all(supports(gpu, one) for one in types)]
     larger = [gpu for gpu in gpus if gpu.memory_bytes > (cluster.device_memory_bytes or 0)]
     for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
         other = cluster.model_copy(
