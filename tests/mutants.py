@@ -49,23 +49,24 @@ WATCH = '''"""Which mutant is on in this process, and which tests come by one.""
 import os
 from pathlib import Path
 
-_HERE = Path(os.environ["SHARDWISE_MUTANTS"]) / os.environ.get("PYTEST_XDIST_WORKER", "main")
-_now = {"pid": 0, "on": -1, "test": ""}
-_seen = set()
+_HERE = Path(os.environ["SHARDWISE_MUTANTS"]) / (
+    os.environ.get("SHARDWISE_MUTANTS_PART") or os.environ.get("PYTEST_XDIST_WORKER", "main")
+)
+_on, _test, _seen = -1, "", None
 
 
 def is_on(number):
-    if _now["pid"] != os.getpid():
-        _seen.clear()
-        _now.update(pid=os.getpid(), on=_read("on", "-1"), test=_read("test", ""))
-        _now["on"] = int(_now["on"])
-    if _now["on"] == -2:
-        test = os.environ.get("SHARDWISE_MUTANTS_TEST", _now["test"])
-        if (number, test) not in _seen:
-            _seen.add((number, test))
-            with (_HERE / f"reached-{os.getpid()}").open("a") as file:
-                file.write(f"{number} {test}\\n")
-    return _now["on"] == number
+    if _seen is not None and number not in _seen:
+        _seen.add(number)
+        with (_HERE / f"reached-{os.getpid()}").open("a") as file:
+            file.write(f"{number} {_test}\\n")
+    return number == _on
+
+
+def begin():
+    global _on, _test, _seen
+    _on, _test = int(_read("on", "-1")), _read("test", "")
+    _seen = set() if _on == -2 else None
 
 
 def _read(name, default):
@@ -73,6 +74,10 @@ def _read(name, default):
         return (_HERE / name).read_text()
     except OSError:
         return default
+
+
+begin()
+os.register_at_fork(after_in_child=begin)
 '''
 PLUGIN = """import json, os, sys, time
 from pathlib import Path
@@ -98,7 +103,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_protocol(item, nextitem):
     (HERE / "test").write_text(item.nodeid)
     if "shardwise._mutants" in sys.modules:  # this process has read it already
-        sys.modules["shardwise._mutants"]._now["test"] = item.nodeid
+        sys.modules["shardwise._mutants"].begin()
     begin = time.monotonic()
     found = yield
     with (HERE / "seconds").open("a") as file:
@@ -239,7 +244,8 @@ def write_package(folder: Path, mutants: Sequence[Mutant]) -> None:
 def environment(folder: Path) -> dict[str, str]:
     """For tests that run against the copy in ``folder``."""
     path = os.pathsep.join([str(folder), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "SHARDWISE_MUTANTS": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": path, "SHARDWISE_MUTANTS": str(folder)}
 
 
 def reach(folder: Path, mutants: Sequence[Mutant], longest_s: float, words: Sequence[str]) -> None:
@@ -294,7 +300,7 @@ class Tries:
 
         worlds: Any = importlib.import_module("tests.worlds")
         importlib.import_module("tests.preload")
-        self.here = folder / os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self.here = folder / os.environ["SHARDWISE_MUTANTS_PART"]
         self.here.mkdir(exist_ok=True)
         with (self.here / "ranks").open("w") as out:  # what ranks print is no news here
             kept = os.dup(1)
@@ -302,6 +308,21 @@ class Tries:
             worlds.run_world(_nothing, 1)
             os.dup2(kept, 1)
         self._server: Any = _forkserver
+        self._sound: dict[str, bool] = {}
+
+    def soundly_found_by(self, number: int, tests: Sequence[str], limit_s: float) -> str:
+        """`found_by`, without tests that fail here with no mutant, too."""
+        while tests := [test for test in tests if self._sound.get(test, True)]:
+            found = self.found_by(number, tests, limit_s)
+            failed = [test for test in tests if found.partition(" ")[2].startswith(test)]
+            for test in failed[-1:]:
+                if test not in self._sound:
+                    self._sound[test] = not self.found_by(-1, [test], limit_s)
+                if not self._sound[test]:
+                    break
+            else:
+                return found
+        return ""
 
     def found_by(self, number: int, tests: Sequence[str], limit_s: float) -> str:
         """The first test that fails, ``time`` where they do not end; empty where all pass."""
@@ -312,6 +333,7 @@ class Tries:
         if pid == 0:
             os.setsid()
             self._server.ensure_running = lambda: None  # it is another process's child
+            os.environ[turns.SELECTED] = "all"  # these tests, whatever place they have among others
             out = os.open(report, os.O_CREAT | os.O_WRONLY)
             os.dup2(out, 1)
             os.dup2(out, 2)
@@ -334,7 +356,7 @@ class Tries:
             return ""
         lines = report.read_text(errors="replace").splitlines() if report.exists() else []
         return next(
-            (one[:160] for one in lines if one.startswith(("FAILED", "ERROR"))), f"exit code {code}" if code else "time"
+            (one for one in lines if one.startswith(("FAILED", "ERROR"))), f"exit code {code}" if code else "time"
         )
 
 
@@ -348,26 +370,24 @@ def of_turn() -> set[str]:
     return {line for line in found.splitlines() if "::" in line}
 
 
-def try_all(folder: Path, limit_s: float, part: int, parts: int, output: Path) -> None:
-    """Each mutant of this part that nothing has found yet, against the quickest tests that come by it."""
+def try_all(folder: Path, limit_s: float, part: int, parts: int, output: Path, drawn: Sequence[int]) -> None:
+    """Each ``drawn`` mutant of this part that nothing has found yet, against the quickest tests that come by it."""
     document = json.loads((folder / "reach.json").read_text())
     seconds, chosen = document["seconds"], of_turn()
     rows = json.loads(output.read_text()) if output.exists() else {}
-    tries, sane = Tries(folder), False
-    for number, row in enumerate(document["mutants"]):
-        if number % parts != part or rows.get(str(number), {}).get("found_by"):
+    tries = Tries(folder)
+    for place, number in enumerate(drawn):
+        row = document["mutants"][number]
+        if place % parts != part or rows.get(str(number), {}).get("found_by"):
             continue
         reached = [test for test in row["tests"] if test in chosen]
         tests = quickest(reached, seconds, limit_s)
-        if tests and not sane:
-            sane = tries.found_by(-1, tests, 60 + 3 * limit_s) == ""
-            assert sane, f"with no mutant: {(tries.here / 'report').read_text()}"
         begin = time.monotonic()
-        found = tries.found_by(number, tests, 60 + 3 * limit_s) if tests else ""
+        found = tries.soundly_found_by(number, tests, 60 + 3 * limit_s)
         told = {key: value for key, value in row.items() if key != "tests"}
-        rows[str(number)] = {**told, "reached_by": len(reached), "tried": len(tests), "found_by": found}
+        rows[str(number)] = {**told, "reached_by": len(reached), "tried": len(tests), "found_by": found[:160]}
         output.write_text(json.dumps(rows, indent=1))
-        print(number, told, len(tests), f"{time.monotonic() - begin:.0f} s", found or "NOT FOUND", flush=True)
+        print(number, told, len(tests), f"{time.monotonic() - begin:.0f} s", found[:160] or "NOT FOUND", flush=True)
 
 
 def main() -> None:
@@ -375,7 +395,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("reach", "try"))
     parser.add_argument("--folder", type=Path, required=True, help="where the copy of the package is put")
-    parser.add_argument("--number", type=int, default=150)
+    parser.add_argument("--number", type=int, default=150, help="how many are drawn; 0: all places")
     parser.add_argument("--seed", type=int, default=15)
     parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
     parser.add_argument("--longest-s", type=float, default=10.0, help="reach: leave out tests that take longer")
@@ -385,14 +405,18 @@ def main() -> None:
     given, words = parser.parse_known_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.verb == "reach":
-        mutants = random.Random(given.seed).sample(list(places()), given.number)
+        found = list(places())
+        mutants = random.Random(given.seed).sample(found, given.number or len(found))
         reach(given.folder, mutants, given.longest_s, words)
     elif "SHARDWISE_MUTANTS" not in os.environ:  # the copy has to come first on the path
-        variables = environment(given.folder) | {turns.VARIABLE: given.turn}
+        part = "part-" + given.part.partition("/")[0]
+        variables = environment(given.folder) | {turns.VARIABLE: given.turn, "SHARDWISE_MUTANTS_PART": part}
         os.execve(sys.executable, [sys.executable, "-m", "tests.mutants", *sys.argv[1:]], variables)
     else:
         part, _, parts = given.part.partition("/")
-        try_all(given.folder, given.limit_s, int(part), int(parts), given.output)
+        there = range(len(json.loads((given.folder / "reach.json").read_text())["mutants"]))
+        drawn = random.Random(given.seed).sample(there, min(given.number or len(there), len(there)))
+        try_all(given.folder, given.limit_s, int(part), int(parts), given.output, drawn)
 
 
 if __name__ == "__main__":

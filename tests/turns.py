@@ -20,7 +20,7 @@ import pytest
 
 VARIABLE, ALL = "SHARDWISE_TESTS_TURN", "all"
 FOR_EACH_CHANGE = ("ddp", "fsdp")
-DEAR_S, DEAR_TURNS, OTHER_TURNS = 2.0, 4, 36
+DEAR_S, DEAR_TURNS, OTHER_TURNS = 1.0, 8, 36
 """A test of ranks, commands or browsers that lasts so long comes with each fourth change, whatever its marks say. What
 has turns inside or beside is divided by factors of 36; the fourth of those turns is another."""
 DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/", "tests/browser/")
@@ -30,7 +30,12 @@ NEVER_DEAR = (
 )
 """For each change: sabotages of receipts, the gradients of the plain strategies, what each verb does, and pages whose
 figures are the planner's, which any change to a cost can turn stale."""
-DURATIONS = Path(__file__).parents[1] / "benchmarks" / "tests" / "durations.json"
+ROOT = Path(__file__).parents[1]
+DURATIONS = ROOT / "benchmarks" / "tests" / "durations.json"
+COVER = ROOT / "benchmarks" / "tests" / "each_change.json"
+"""Tests that come with each change, so that it reaches all that any test reaches; `tests.cover` writes the list."""
+SELECTED = "SHARDWISE_TESTS_SELECTED"
+"""``all``: every test that is collected runs, and only the cases inside have turns; ``uncovered``: without `COVER`."""
 Case = TypeVar("Case")
 
 
@@ -88,12 +93,16 @@ def choose(config: pytest.Config) -> None:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out what is marked ``turns(of)``, or is dear, and has another turn."""
+    """Take out what is marked ``turns(of)``, or is dear, has another turn, and reaches nothing that others do not."""
     seen: Counter[str] = Counter()
     kept, left = [], []
     turn = os.environ[VARIABLE]
     fourth = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
-    free = [item.nodeid for item in items if not for_each_change(_values(item))]
+    selected = os.environ.get(SELECTED)
+    if selected == ALL:
+        return
+    covers = set(json.loads(COVER.read_text())) if COVER.exists() and selected != "uncovered" else set()
+    free = [item.nodeid for item in items if not for_each_change(_values(item)) and item.nodeid not in covers]
     late = {
         node
         for index, node in enumerate(dear(free, json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}))
@@ -103,7 +112,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         mark, name = item.get_closest_marker("turns"), item.nodeid.partition("[")[0]
         mine = True
         if mark is not None and not for_each_change(_values(item)):
-            mine = comes(seen[name], mark.args[0], name, turn)
+            mine = item.nodeid in covers or comes(seen[name], mark.args[0], name, turn)
             seen[name] += 1
         (kept if mine and item.nodeid not in late else left).append(item)
     if left:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from tests import turns
+from tests.cover import cover
 
 
 def test_the_commit_says_the_turn() -> None:
@@ -91,6 +92,37 @@ def test_a_dear_test_and_its_cases_have_turns_of_their_own(monkeypatch: pytest.M
     times = Counter(name for names in found for name in names)
     share = len(found) // (2 * turns.DEAR_TURNS)
     assert times == {**dict.fromkeys(recorded, share), "test_each[ddp]": len(found)}
+
+
+def test_what_the_cover_names_comes_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "durations.json").write_text(json.dumps({"tests/world/a.py": {"test_dear": 5.0, "test_dearer": 6.0}}))
+    monkeypatch.setattr(turns, "DURATIONS", tmp_path / "durations.json")
+    marks = {"test_dear": 0, "test_dearer": 0, "test_two[zero1]": 2, "test_two[zero2]": 2}
+    named = {"test_dear", "test_two[zero2]"}
+    (tmp_path / "cover.json").write_text(json.dumps([f"tests/world/a.py::{name}" for name in named]))
+    monkeypatch.setattr(turns, "COVER", tmp_path / "cover.json")
+    every = range(2 * turns.DEAR_TURNS * turns.OTHER_TURNS)
+    found = [set(kept(marks, str(turn), monkeypatch, "tests/world/a.py")) for turn in every]
+    assert set.intersection(*found) == named
+    monkeypatch.setenv(turns.SELECTED, turns.ALL)
+    assert kept(marks, "1", monkeypatch, "tests/world/a.py") == list(marks)
+    monkeypatch.setenv(turns.SELECTED, "uncovered")
+    assert not set.intersection(*(set(kept(marks, str(turn), monkeypatch, "tests/world/a.py")) for turn in every))
+
+
+def test_a_cover_is_the_cheapest_that_reaches_all_that_any_test_does() -> None:
+    places = {"always": {1, 2}, "broad": {2, 3, 4}, "dear": {3, 4}, "alone": {5}, "nothing new": {1}}
+    seconds = {"always": 1.0, "broad": 1.0, "dear": 9.0, "alone": 20.0, "nothing new": 0.1}
+    assert cover(places, seconds, {"always"}) == ["alone", "broad"]
+    assert cover(places, seconds, {"always"}, times=2) == ["alone", "broad", "dear", "nothing new"]
+
+
+def test_the_cover_names_tests_that_there_are() -> None:
+    """A renamed test would come seldom, silently: name it in the list, or run `tests.cover` again."""
+    for node in json.loads(turns.COVER.read_text()):
+        file, _, test = node.partition("::")
+        name = test.partition("[")[0].rpartition("::")[2]
+        assert f"def {name}(" in (turns.ROOT / file).read_text(), node
 
 
 def test_a_test_whose_cases_have_turns_is_found_by_the_soak() -> None:
