@@ -14,26 +14,23 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests import turns
 
-TIMES = 1  # how many tests of each change reach a place, where there are so many
+CHEAP_S = 3.0  # a test that takes no longer comes where it is the second one that reaches a place
 START_S = 0.05  # of any test, however short
 
 
-def cover(
-    places: Mapping[str, Collection[int]], seconds: Mapping[str, float], always: Collection[str], times: int = TIMES
-) -> list[str]:
-    """The tests, besides ``always``, with which each change reaches every place as often as ``times``, greedily.
+def cover(places: Mapping[str, Collection[int]], seconds: Mapping[str, float], always: Collection[str]) -> list[str]:
+    """The tests, besides ``always``, with which each change reaches every place; twice, where cheap ones do. Greedily.
 
     ``places`` are those that a test reaches.
     """
-    number = Counter(place for found in places.values() for place in set(found))
-    missing = {place: min(times, tests) for place, tests in number.items()}
+    missing = dict.fromkeys((place for found in places.values() for place in found), 1)
     left = {test: set(found) for test, found in places.items()}
 
     def take(test: str) -> None:
@@ -43,13 +40,17 @@ def cover(
     def worth(test: str) -> tuple[float, str]:
         return sum(missing[place] > 0 for place in left[test]) / (START_S + seconds[test]), test
 
+    def choose() -> Iterator[str]:
+        while left and worth(best := max(left, key=worth))[0]:
+            take(best)
+            yield best
+
     for test in always:
         take(test)
-    chosen: list[str] = []
-    while left and worth(best := max(left, key=worth))[0]:
-        take(best)
-        chosen.append(best)
-    return sorted(chosen)
+    chosen = [*choose()]
+    missing = {place: number + 1 for place, number in missing.items()}
+    left = {test: found for test, found in left.items() if seconds[test] <= CHEAP_S}
+    return sorted([*chosen, *choose()])
 
 
 def reached(document: dict[str, Any]) -> dict[str, set[int]]:
@@ -78,12 +79,11 @@ def main() -> None:
     """Write the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="that `tests.mutants reach` was given")
-    parser.add_argument("--times", type=int, default=TIMES)
     given = parser.parse_args()
     document = json.loads((given.folder / "reach.json").read_text())
     places, seconds = reached(document), document["seconds"]
     always = of_each_change()
-    chosen = cover(places, seconds, always & places.keys(), given.times)
+    chosen = cover(places, seconds, always & places.keys())
     before = set().union(*(places[test] for test in always & places.keys()))
     after = set().union(before, *(places[test] for test in chosen))
     turns.COVER.write_text(json.dumps(chosen, indent=1) + "\n")

@@ -112,9 +112,10 @@ def test_what_the_cover_names_comes_each_time(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_cover_is_the_cheapest_that_reaches_all_that_any_test_does() -> None:
     places = {"always": {1, 2}, "broad": {2, 3, 4}, "dear": {3, 4}, "alone": {5}, "nothing new": {1}}
-    seconds = {"always": 1.0, "broad": 1.0, "dear": 9.0, "alone": 20.0, "nothing new": 0.1}
-    assert cover(places, seconds, {"always"}) == ["alone", "broad"]
-    assert cover(places, seconds, {"always"}, times=2) == ["alone", "broad", "dear", "nothing new"]
+    seconds = {"always": 1.0, "broad": 1.0, "dear": 9.0, "alone": 20.0, "nothing new": 3.0}
+    assert cover(places, seconds, {"always"}) == ["alone", "broad", "nothing new"], "the last one is a cheap second"
+    assert cover(places, seconds | {"nothing new": 3.1}, {"always"}) == ["alone", "broad"]
+    assert cover(places, seconds | {"broad": 10.0}, {"always"}) == ["alone", "dear", "nothing new"]
 
 
 def test_the_cover_names_tests_that_there_are() -> None:
