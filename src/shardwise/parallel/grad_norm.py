@@ -90,13 +90,8 @@ def full_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
 
 
 def scale_to(parameters: Iterable[nn.Parameter], largest: float, norm: torch.Tensor) -> None:
-    """Scale gradients in place so that their norm, given as ``norm``, is at most ``largest``.
-
-    On a CPU smaller gradients are not touched; on a GPU they are multiplied by 1, as the host does not wait for it.
-    """
+    """Scale gradients in place so that their norm, given as ``norm``, is at most ``largest``."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    if factor.device.type == "cpu" and factor == 1.0:
-        return
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     groups: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in local:

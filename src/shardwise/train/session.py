@@ -568,9 +568,10 @@ class Session:
         if meshes is not None:  # of parts: PyTorch's own would be one all-reduce for each parameter
             named = [(clean_name(name), p) for name, p in self.module.named_parameters() if p.requires_grad]
             norm = global_norm(named, ownership_of(self.module), meshes.data.device_type)
-        else:
-            norm = full_norm(self._trainable)
-        scale_to(self._trainable, clip_norm, norm)
+            scale_to(self._trainable, clip_norm, norm)
+            return norm
+        norm = full_norm(self._trainable)
+        torch.nn.utils.clip_grads_with_norm_(self._trainable, clip_norm, norm)
         return norm
 
     def finish_gradients(self) -> None:
