@@ -1,4 +1,4 @@
-"""Which tests come with each change: the cheapest that reach every place which any test reaches.
+"""Which tests come with each change: the cheapest that reach nearly every place which any test reaches.
 
     SHARDWISE_TESTS_TURN=all python -m tests.mutants reach --folder F --number 0 --longest-s 600 -m "not soak" tests
     python -m tests.cover F     # writes benchmarks/tests/each_change.json
@@ -22,13 +22,14 @@ from typing import Any
 from tests import turns
 
 CHEAP_S = 3.0  # a test that takes no longer comes where it is the second one that reaches a place
+LEAST = 0.2  # places a second that a test alone reaches: what reaches fewer keeps its turns
 START_S = 0.05  # of any test, however short
 
 
 def cover(places: Mapping[str, Collection[int]], seconds: Mapping[str, float], always: Collection[str]) -> list[str]:
-    """The tests, besides ``always``, with which each change reaches every place; twice, where cheap ones do. Greedily.
+    """The tests, besides ``always``, with which each change reaches the places; twice, where cheap ones do. Greedily.
 
-    ``places`` are those that a test reaches.
+    ``places`` are those that a test reaches. A test is not worth its seconds where it adds fewer than `LEAST`.
     """
     missing = dict.fromkeys((place for found in places.values() for place in found), 1)
     left = {test: set(found) for test, found in places.items()}
@@ -41,7 +42,7 @@ def cover(places: Mapping[str, Collection[int]], seconds: Mapping[str, float], a
         return sum(missing[place] > 0 for place in left[test]) / (START_S + seconds[test]), test
 
     def choose() -> Iterator[str]:
-        while left and worth(best := max(left, key=worth))[0]:
+        while left and worth(best := max(left, key=worth))[0] >= LEAST:
             take(best)
             yield best
 

@@ -20,9 +20,9 @@ import pytest
 
 VARIABLE, ALL = "SHARDWISE_TESTS_TURN", "all"
 FOR_EACH_CHANGE = ("ddp", "fsdp")
-DEAR_S, DEAR_TURNS, OTHER_TURNS = 1.0, 8, 36
-"""A test of ranks, commands or browsers that lasts so long comes with each fourth change, whatever its marks say. What
-has turns inside or beside is divided by factors of 36; the fourth of those turns is another."""
+DEAR_S, DEAR_TURNS, OTHER_TURNS = 0.7, 12, 36
+"""A test of ranks, commands or browsers that lasts so long comes with each twelfth change, whatever its marks say. What
+has turns inside or beside is divided by factors of 36; the twelfth of those turns is another."""
 DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/", "tests/browser/")
 NEVER_DEAR = (
     *("test_effects", "sabotage", "caught", "end_to_end", "test_gradients.py", "test_verify"),
@@ -97,7 +97,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen: Counter[str] = Counter()
     kept, left = [], []
     turn = os.environ[VARIABLE]
-    fourth = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
+    twelfth = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
     selected = os.environ.get(SELECTED)
     if selected == ALL:
         return
@@ -106,7 +106,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     late = {
         node
         for index, node in enumerate(dear(free, json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}))
-        if not comes(index, DEAR_TURNS, "dear", fourth)
+        if not comes(index, DEAR_TURNS, "dear", twelfth)
     }
     for item in items:
         mark, name = item.get_closest_marker("turns"), item.nodeid.partition("[")[0]

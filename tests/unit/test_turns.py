@@ -71,7 +71,7 @@ def test_marked_tests_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(marks, turns.ALL, monkeypatch) == list(marks)
 
 
-def test_dear_tests_come_with_each_fourth_change_and_each_turn_costs_the_same() -> None:
+def test_tests_that_were_recorded_as_long_are_dear() -> None:
     durations = {
         "tests/world/test_a.py": {"all": 99.0, **{f"test_{n}": 3.0 + n for n in range(9)}, "test_quick": 0.5},
         "tests/unit/test_b.py": {"all": 9.0, "test_slow": 9.0},
@@ -112,8 +112,9 @@ def test_what_the_cover_names_comes_each_time(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_cover_is_the_cheapest_that_reaches_all_that_any_test_does() -> None:
     places = {"always": {1, 2}, "broad": {2, 3, 4}, "dear": {3, 4}, "alone": {5}, "nothing new": {1}}
-    seconds = {"always": 1.0, "broad": 1.0, "dear": 9.0, "alone": 20.0, "nothing new": 3.0}
+    seconds = {"always": 1.0, "broad": 1.0, "dear": 9.0, "alone": 4.5, "nothing new": 3.0}
     assert cover(places, seconds, {"always"}) == ["alone", "broad", "nothing new"], "the last one is a cheap second"
+    assert cover(places, seconds | {"alone": 5.0}, {"always"}) == ["broad", "nothing new"], "not worth its seconds"
     assert cover(places, seconds | {"nothing new": 3.1}, {"always"}) == ["alone", "broad"]
     assert cover(places, seconds | {"broad": 10.0}, {"always"}) == ["alone", "dear", "nothing new"]
 
