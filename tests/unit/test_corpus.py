@@ -20,6 +20,7 @@ from shardwise.errors import DataError, MachineError, UserError
 from shardwise.train.config_data import DataTable
 from shardwise.train.data import corpus as corpus_module
 from shardwise.train.data.corpus import Corpus, Tokens, open_corpus, prepare_corpus
+from shardwise.train.data.tokenizer import load_tokenizer
 
 TEXTS = [f"document {i}: " + "the quick brown fox " * (i % 7 + 1) + "é\r\n\n" for i in range(40)]
 
@@ -203,6 +204,19 @@ class TestTokenizers:
         assert corpus.vocab_size == tokenizer.get_vocab_size() == 300
         assert corpus.train.tokens.dtype == np.uint16
         assert len(corpus.train.tokens) < corpus.train.num_bytes / 2
+
+    @pytest.mark.parametrize(
+        ("template", "begin"), [("<s> $A", "<s>"), ("$A <stop>", ""), ("<s> $A <stop>", "<s>"), ("$A", "")]
+    )
+    def test_what_is_put_before_a_text_and_not_what_is_put_behind(
+        self, template: str, begin: str, tokenizer, tmp_path: Path
+    ) -> None:
+        import tokenizers
+
+        special = [("<s>", 0), ("<stop>", 2)]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(tmp_path / "mine.json"))
+        assert load_tokenizer(str(tmp_path / "mine.json")).begin == begin
 
     def test_a_folder_says_which_token_ends_a_document(self, tokenizer, folder: Path, tmp_path: Path) -> None:
         tokenizer.save(str(tmp_path / "tokenizer.json"))

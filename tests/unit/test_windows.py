@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import shardwise.train.data.windows as windows_module
 from shardwise.distributed.process_group import Ranks
 from shardwise.errors import DataError
-from shardwise.train.data.windows import RankBatches, rank_batches, split_batch, windows
+from shardwise.train.data.windows import PassWindows, RankBatches, rank_batches, split_batch, windows
 from tests.worlds import run_world
 
 NUMBER, BATCH = 23, 2
@@ -210,3 +211,34 @@ class TestSplit:
     def test_neither(self, batch, says):
         with pytest.raises(DataError, match=f"the loader gave a {says};"):
             split_batch(batch)
+
+
+class Counted:
+    """Windows of one number each, and how many were read."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.read = length, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.length):
+            self.read += 1
+            yield [number]
+
+
+@pytest.mark.parametrize("asks", [1, 2])
+def test_the_end_of_a_pass_is_seen_one_window_ahead_and_none_is_lost(asks: int) -> None:
+    source = Counted(3)
+    left = PassWindows(source, None)
+    for number in range(3):
+        assert [left.at_end() for _ in range(asks)] == [False] * asks
+        assert source.read == number + 1
+        assert left.take() == [number]
+    assert left.at_end() and left.take() == []
+
+
+def test_nothing_is_read_beyond_what_was_asked_for() -> None:
+    source = Counted(9)
+    left = PassWindows(source, 2)
+    assert not left.at_end() and left.take() == [0]
+    assert not left.spent and left.take() == [1]
+    assert left.spent and left.at_end() and source.read == 2
