@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
 from shardwise.model.read import clean_name
@@ -317,6 +318,24 @@ def test_odd_tensors(world: int, strategies: list[str]) -> None:
         for found in ranks:
             assert found
             judge(found, *call)
+
+
+class OwnCheckpoint(Model):
+    """Recomputes each block by itself in its backward."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def own_checkpoint(strategy: str) -> str:
+    return outcome(strategy, partial(plain, kind=OwnCheckpoint))
+
+
+def test_a_models_own_checkpoint_around_each_block() -> None:
+    assert run_each(own_checkpoint, 2, [("ddp",), ("fsdp",)]) == [["right"] * 2] * 2
 
 
 def hooked(kind: str, seed: int) -> nn.Module:
