@@ -218,6 +218,15 @@ class TestTokenizers:
         tokenizer.save(str(tmp_path / "mine.json"))
         assert load_tokenizer(str(tmp_path / "mine.json")).begin == begin
 
+    def test_a_letter_of_two_tokens_has_nothing_put_before_it(self, tmp_path: Path) -> None:
+        import tokenizers
+
+        letters = {"<|endoftext|>": 0, "_": 1, "a": 2}
+        built = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(replacement="_")
+        built.save(str(tmp_path / "mine.json"))
+        assert built.encode("a").ids == [1, 2] and load_tokenizer(str(tmp_path / "mine.json")).begin == ""
+
     def test_a_folder_says_which_token_ends_a_document(self, tokenizer, folder: Path, tmp_path: Path) -> None:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         for number, end in ((2, "<stop>"), (0, {"content": "<s>"})):
