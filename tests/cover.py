@@ -1,10 +1,12 @@
 """Which tests come with each change: the cheapest that reach nearly every place which any test reaches.
 
-    SHARDWISE_TESTS_TURN=all python -m tests.mutants reach --folder F --number 0 --longest-s 600 -m "not soak" tests
+    SHARDWISE_TESTS_TURN=all python -m tests.mutants reach --folder F --number 0 --longest-s 600 -n 3 --dist loadfile \\
+        --no-loadscope-reorder -m "not soak" tests
     python -m tests.cover F     # writes benchmarks/tests/each_change.json
 
 A place is an operator, constant or condition that `tests.mutants` can change. What has turns or is dear
-(`tests/turns.py`) may come with a later change only as far as others reach the same places.
+(`tests/turns.py`) may come with a later change only as far as others reach the same places. A test counts as it runs
+with all of its cases: where cases inside have turns, a change may reach less.
 """
 
 from __future__ import annotations

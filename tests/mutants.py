@@ -1,8 +1,9 @@
 """How many small faults the tests find.
 
-    python -m tests.mutants reach     # one run of all tests: which of them come by each place
-    python -m tests.mutants try       # each mutant against the tests that come by it, the quickest first
-    python -m tests.mutants try --turn 5   # the same with the tests and cases of one turn (`tests/turns.py`)
+    SHARDWISE_TESTS_TURN=all python -m tests.mutants reach --folder F -n 3 --dist loadfile --no-loadscope-reorder tests
+                                            # one run of all tests: which of them reach each place
+    python -m tests.mutants try --folder F  # each mutant against the tests that reach it, the quickest first
+    python -m tests.mutants try --folder F --turn 5   # the same with the tests and cases of one turn (`tests/turns.py`)
 
 A mutant is one changed operator, constant or condition inside a function of ``distributed/``, ``optim/``,
 ``parallel/``, ``train/`` or ``checkpoint/``, drawn by a seed from all that there are. All of them stand in one copy of
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import importlib
 import json
@@ -253,6 +255,8 @@ def reach(folder: Path, mutants: Sequence[Mutant], longest_s: float, words: Sequ
 
     Tests with more recorded seconds than ``longest_s`` are left out.
     """
+    for before in folder.glob("*/reached-*"):  # of an earlier draw
+        shutil.rmtree(before.parent, ignore_errors=True)
     write_package(folder, mutants)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutants_plugin", *words]
     variables = environment(folder) | {"SHARDWISE_MUTANTS_LONGEST": str(longest_s)}
@@ -315,12 +319,12 @@ class Tries:
         while tests := [test for test in tests if self._sound.get(test, True)]:
             found = self.found_by(number, tests, limit_s)
             failed = [test for test in tests if found.partition(" ")[2].startswith(test)]
-            for test in failed[-1:]:
-                if test not in self._sound:
-                    self._sound[test] = not self.found_by(-1, [test], limit_s)
-                if not self._sound[test]:
-                    break
-            else:
+            if not failed:  # a hang, or an end without a word of a test
+                return "" if found and self.found_by(-1, tests, limit_s) else found
+            test = failed[-1]
+            if test not in self._sound:
+                self._sound[test] = not self.found_by(-1, [test], limit_s)
+            if self._sound[test]:
                 return found
         return ""
 
@@ -351,7 +355,8 @@ class Tries:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         for child in psutil.Process(self._server._forkserver_pid).children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         if code == 0:
             return ""
         lines = report.read_text(errors="replace").splitlines() if report.exists() else []
@@ -400,7 +405,11 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
     parser.add_argument("--longest-s", type=float, default=10.0, help="reach: leave out tests that take longer")
     parser.add_argument("--turn", default=turns.ALL, help="try: a number, for the tests and cases of that turn")
-    parser.add_argument("--part", default="0/1", help="which part of the mutants: 0/2 and 1/2 at the same time")
+    parser.add_argument(
+        "--part",
+        default="0/1",
+        help="which part of the mutants: 0/2 and 1/2 at the same time, each with an --output of its own",
+    )
     parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json")
     given, words = parser.parse_known_args()
     given.folder.mkdir(parents=True, exist_ok=True)

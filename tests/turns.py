@@ -1,8 +1,8 @@
 """Cases that come by turns: a part of them for each change, all of them in `make soak`.
 
-The commit says which part, so that a run can be repeated and all parts come round; ``SHARDWISE_TESTS_TURN`` says
-another (a number, or ``all``). Whoever asks for single tests (``file::test``) and says no turn gets them. ddp and fsdp,
-which nearly all users run, have no turns.
+The commit's name says which part, so that a run can be repeated and each part comes by chance; ``SHARDWISE_TESTS_TURN``
+says another (a number, or ``all``). Whoever asks for single tests (``file::test``) and says no turn gets them. Cases
+whose parameter is ddp or fsdp, which nearly all users run, have no turns.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 VARIABLE, ALL = "SHARDWISE_TESTS_TURN", "all"
 FOR_EACH_CHANGE = ("ddp", "fsdp")
 DEAR_S, DEAR_TURNS, OTHER_TURNS = 0.7, 12, 36
-"""A test of ranks, commands or browsers that lasts so long comes with each twelfth change, whatever its marks say. What
-has turns inside or beside is divided by factors of 36; the twelfth of those turns is another."""
+"""A test of ranks, commands or browsers that lasts so long comes with one change in twelve, besides what its marks say.
+Marks, and cases inside of a test, divide the turn by factors of 36; this takes other digits of the turn."""
 DEAR_FOLDERS = ("tests/world/", "tests/cli/", "tests/faults/", "tests/browser/")
 NEVER_DEAR = (
     *("test_effects", "sabotage", "caught", "end_to_end", "test_gradients.py", "test_verify"),
@@ -33,7 +33,9 @@ figures are the planner's, which any change to a cost can turn stale."""
 ROOT = Path(__file__).parents[1]
 DURATIONS = ROOT / "benchmarks" / "tests" / "durations.json"
 COVER = ROOT / "benchmarks" / "tests" / "each_change.json"
-"""Tests that come with each change, so that it reaches all that any test reaches; `tests.cover` writes the list."""
+"""Tests that come with each change, so that it reaches nearly all that any test does; `tests.cover` writes the list."""
+GONE: list[str] = []
+"""Tests of the list that were not collected, of files that were collected whole."""
 SELECTED = "SHARDWISE_TESTS_SELECTED"
 """``all``: every test that is collected runs, and only the cases inside have turns; ``uncovered``: without `COVER`."""
 Case = TypeVar("Case")
@@ -67,7 +69,7 @@ def for_each_change(values: Iterable[Any]) -> bool:
 def by_turns(cases: Sequence[Case], of: int, name: str) -> list[Case]:
     """Those of ``cases`` that are ddp or fsdp, and one of ``of`` of the others; for a world that has many cases.
 
-    The test is marked ``turns(1)``: it runs for each change, and with all of its cases in `make soak`.
+    The test is marked ``turns(1)``, so that `make soak` has all of its cases.
     """
     turn = os.environ.get(VARIABLE, ALL)
     others = [case for case in cases if not for_each_change([case])]
@@ -102,6 +104,10 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if selected == ALL:
         return
     covers = set(json.loads(COVER.read_text())) if COVER.exists() and selected != "uncovered" else set()
+    if not any("::" in word for word in config.args) and not config.option.keyword:
+        there = {item.nodeid for item in items}
+        whole = {node.partition("::")[0] for node in there}
+        GONE[:] = sorted(node for node in covers - there if node.partition("::")[0] in whole)
     free = [item.nodeid for item in items if not for_each_change(_values(item)) and item.nodeid not in covers]
     late = {
         node

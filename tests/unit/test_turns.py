@@ -15,6 +15,12 @@ from tests import turns
 from tests.cover import cover
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(turns.SELECTED, raising=False)
+    monkeypatch.setattr(turns, "GONE", [*turns.GONE])
+
+
 def test_the_commit_says_the_turn() -> None:
     assert turns.of_commit() == turns.of_commit()
     assert int(turns.of_commit()) < 16**8
@@ -53,7 +59,11 @@ def kept(marks: dict[str, int], turn: str, monkeypatch: pytest.MonkeyPatch, file
         items.append(SimpleNamespace(nodeid=f"{file}::{name}", get_closest_marker=lambda _, mark=mark: mark))
         if "[" in name:
             items[-1].callspec = SimpleNamespace(params={"strategy": name.partition("[")[2][:-1], "world": 2})
-    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)))
+    config: Any = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)),
+        args=["tests"],
+        option=SimpleNamespace(keyword=""),
+    )
     left: list[Any] = []
     everything = list(items)
     turns.leave_out(config, items)
@@ -104,6 +114,9 @@ def test_what_the_cover_names_comes_each_time(monkeypatch: pytest.MonkeyPatch, t
     every = range(2 * turns.DEAR_TURNS * turns.OTHER_TURNS)
     found = [set(kept(marks, str(turn), monkeypatch, "tests/world/a.py")) for turn in every]
     assert set.intersection(*found) == named
+    assert not turns.GONE
+    kept({"test_renamed": 0}, "1", monkeypatch, "tests/world/a.py")
+    assert turns.GONE == sorted(f"tests/world/a.py::{name}" for name in named)
     monkeypatch.setenv(turns.SELECTED, turns.ALL)
     assert kept(marks, "1", monkeypatch, "tests/world/a.py") == list(marks)
     monkeypatch.setenv(turns.SELECTED, "uncovered")
@@ -120,11 +133,13 @@ def test_a_cover_is_the_cheapest_that_reaches_all_that_any_test_does() -> None:
 
 
 def test_the_cover_names_tests_that_there_are() -> None:
-    """A renamed test would come seldom, silently: name it in the list, or run `tests.cover` again."""
+    """A renamed test or case would come seldom, silently."""
+    what = f"rename it in {turns.COVER.name}, or write the list anew with tests.cover"
+    assert not turns.GONE, f"{turns.GONE}: {what}"
     for node in json.loads(turns.COVER.read_text()):
         file, _, test = node.partition("::")
         name = test.partition("[")[0].rpartition("::")[2]
-        assert f"def {name}(" in (turns.ROOT / file).read_text(), node
+        assert (turns.ROOT / file).exists() and f"def {name}(" in (turns.ROOT / file).read_text(), f"{node}: {what}"
 
 
 def test_a_test_whose_cases_have_turns_is_found_by_the_soak() -> None:
