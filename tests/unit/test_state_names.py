@@ -104,6 +104,13 @@ def test_parameters_with_options_of_their_own_make_groups():
     assert {"optimizer/a.weight/step", "optimizer/a.weight.more/step"} <= set(found.tensors)
 
 
+def test_options_in_another_order_are_the_same_group():
+    of_a = {"param_groups.a.lr": 0.5, "param_groups.a.eps": 1e-8}
+    of_b = {"param_groups.b.eps": 1e-8, "param_groups.b.lr": 0.5}
+    found = sorted_out({"model": {"a": T, "b": T}, "optim": {"state.a.step": T, "state.b.step": T, **of_a, **of_b}})
+    assert [group["params"] for group in found.optimizer["groups"]] == [("a", "b")]
+
+
 def test_joined_state_belongs_to_the_longest_parameter():
     saved = {**joined("a", "a.b"), "state.a.b.inner.0": T, "state.a.inner.0": T, "state.c.d.step": T}
     found = sorted_out({"optim": saved})
