@@ -31,7 +31,7 @@ train: $(READY)  ## train the example on Python's own source code: plan, falling
 	@started=$$(date +%s); $(BIN)/shardwise train examples/stdlib.toml && \
 	echo "make train: $$(($$(date +%s) - started)) s after installation"
 
-test: $(TOOLS)   ## run all the tests, and show the 20 slowest
+test: $(TOOLS)   ## run the tests of this commit (most of all; slow ones by turns), and show the 20 slowest
 	$(BIN)/python -m pytest -q $(AT_ONCE) --durations=20
 
 test-fast: $(TOOLS) ## what to run while working: no long test (tests/fast.py), no ranks but one case of each strategy

@@ -51,8 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[kept.FOLDER] = folder.name  # workers and ranks inherit it
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_report_header() -> str:
     return f"cases by turns: {turns.VARIABLE}={os.environ[turns.VARIABLE]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.write_line(pytest_report_header())  # where -q leaves out the head
 
 
 def pytest_collection_finish() -> None:

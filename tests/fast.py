@@ -1,6 +1,6 @@
 """`pytest --fast`, what one runs while working: units and messages, and one case of a strategy on two real ranks.
 
-Tests that were recorded as long, or that use a fixture which was, are left to `make test`, which has everything.
+Tests that were recorded as long, or that use a fixture which was, are left to `make test`.
 """
 
 from __future__ import annotations
