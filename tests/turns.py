@@ -104,7 +104,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     if selected == ALL:
         return
     covers = set(json.loads(COVER.read_text())) if COVER.exists() and selected != "uncovered" else set()
-    if not any("::" in word for word in config.args) and not config.option.keyword:
+    if not (any("::" in word for word in config.args) or config.option.keyword or config.option.fast):
         there = {item.nodeid for item in items}
         whole = {node.partition("::")[0] for node in there}
         GONE[:] = sorted(node for node in covers - there if node.partition("::")[0] in whole)

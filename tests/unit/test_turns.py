@@ -62,7 +62,7 @@ def kept(marks: dict[str, int], turn: str, monkeypatch: pytest.MonkeyPatch, file
     config: Any = SimpleNamespace(
         hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)),
         args=["tests"],
-        option=SimpleNamespace(keyword=""),
+        option=SimpleNamespace(keyword="", fast=False),
     )
     left: list[Any] = []
     everything = list(items)
