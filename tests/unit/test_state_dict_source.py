@@ -122,7 +122,7 @@ def test_a_dict_under_an_unusual_key_is_said(model, tmp_path):
 
 
 def test_a_dict_of_dicts_without_a_tensor_is_not_taken_for_weights(model, tmp_path):
-    beside = {"callbacks": {"stopping": {"best": 1.0}, "kept": {}}, "loops": {"fit": {"state": {"epoch": {"now": 1}}}}}
+    beside = {"arguments": {"stopping": {"best": 1.0}, "kept": {}}, "progress": {"fit": {"epoch": {"now": 1}}}}
     torch.save({"net": model.state_dict(), **beside}, tmp_path / "a.pt")
     with StateDictSource(tmp_path / "a.pt") as source:
         check(source, dict(model.state_dict()))
