@@ -73,7 +73,7 @@ def of_each_change() -> set[str]:
 
 def _collected(turn: str) -> set[str]:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests"]
-    variables = {**os.environ, turns.VARIABLE: turn, turns.SELECTED: "uncovered"}
+    variables = {**os.environ, turns.VARIABLE: turn, turns.SELECTED: turns.UNCOVERED}
     text = subprocess.run(command, cwd=turns.ROOT, capture_output=True, text=True, check=True, env=variables).stdout
     return {line for line in text.splitlines() if "::" in line}
 

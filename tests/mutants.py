@@ -337,7 +337,7 @@ class Tries:
         if pid == 0:
             os.setsid()
             self._server.ensure_running = lambda: None  # it is another process's child
-            os.environ[turns.SELECTED] = "all"  # these tests, whatever place they have among others
+            os.environ[turns.SELECTED] = turns.ALL  # these tests, whatever place they have among others
             out = os.open(report, os.O_CREAT | os.O_WRONLY)
             os.dup2(out, 1)
             os.dup2(out, 2)
@@ -405,12 +405,8 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=20.0, help="of the tests of one mutant, when they pass")
     parser.add_argument("--longest-s", type=float, default=10.0, help="reach: leave out tests that take longer")
     parser.add_argument("--turn", default=turns.ALL, help="try: a number, for the tests and cases of that turn")
-    parser.add_argument(
-        "--part",
-        default="0/1",
-        help="which part of the mutants: 0/2 and 1/2 at the same time, each with an --output of its own",
-    )
-    parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json")
+    parser.add_argument("--part", default="0/1", help="which part of the mutants: 0/2 and 1/2 at the same time")
+    parser.add_argument("--output", type=Path, default=FOLDER / "mutants.json", help="a part adds its number")
     given, words = parser.parse_known_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.verb == "reach":
@@ -425,7 +421,8 @@ def main() -> None:
         part, _, parts = given.part.partition("/")
         there = range(len(json.loads((given.folder / "reach.json").read_text())["mutants"]))
         drawn = random.Random(given.seed).sample(there, min(given.number or len(there), len(there)))
-        try_all(given.folder, given.limit_s, int(part), int(parts), given.output, drawn)
+        output = given.output if parts == "1" else given.output.with_stem(f"{given.output.stem}-{part}")
+        try_all(given.folder, given.limit_s, int(part), int(parts), output, drawn)
 
 
 if __name__ == "__main__":

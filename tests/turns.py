@@ -36,7 +36,7 @@ COVER = ROOT / "benchmarks" / "tests" / "each_change.json"
 """Tests that come with each change, so that it reaches nearly all that any test does; `tests.cover` writes the list."""
 GONE: list[str] = []
 """Tests of the list that were not collected, of files that were collected whole."""
-SELECTED = "SHARDWISE_TESTS_SELECTED"
+SELECTED, UNCOVERED = "SHARDWISE_TESTS_SELECTED", "uncovered"
 """``all``: every test that is collected runs, and only the cases inside have turns; ``uncovered``: without `COVER`."""
 Case = TypeVar("Case")
 
@@ -100,10 +100,12 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left = [], []
     turn = os.environ[VARIABLE]
     twelfth = turn if turn == ALL else str(int(turn) // OTHER_TURNS)
-    selected = os.environ.get(SELECTED)
+    selected = os.environ.get(SELECTED, "")
+    if selected not in ("", ALL, UNCOVERED):
+        raise pytest.UsageError(f"{SELECTED}={selected}: it is {ALL}, {UNCOVERED} or not set")
     if selected == ALL:
         return
-    covers = set(json.loads(COVER.read_text())) if COVER.exists() and selected != "uncovered" else set()
+    covers = set(json.loads(COVER.read_text())) if COVER.exists() and selected != UNCOVERED else set()
     if not (any("::" in word for word in config.args) or config.option.keyword or config.option.fast):
         there = {item.nodeid for item in items}
         whole = {node.partition("::")[0] for node in there}

@@ -119,8 +119,14 @@ def test_what_the_cover_names_comes_each_time(monkeypatch: pytest.MonkeyPatch, t
     assert set(turns.GONE) == {f"tests/world/a.py::{name}" for name in named}
     monkeypatch.setenv(turns.SELECTED, turns.ALL)
     assert kept(marks, "1", monkeypatch, "tests/world/a.py") == list(marks)
-    monkeypatch.setenv(turns.SELECTED, "uncovered")
+    monkeypatch.setenv(turns.SELECTED, turns.UNCOVERED)
     assert not set.intersection(*(set(kept(marks, str(turn), monkeypatch, "tests/world/a.py")) for turn in every))
+
+
+def test_an_unknown_selection_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(turns.SELECTED, "uncoverd")
+    with pytest.raises(pytest.UsageError, match="it is all, uncovered or not set"):
+        kept({"test_alone": 0}, "1", monkeypatch)
 
 
 def test_a_cover_is_the_cheapest_that_reaches_all_that_any_test_does() -> None:
