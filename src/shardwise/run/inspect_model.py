@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.errors import ConfigError, ModelError, ShardwiseError
 from shardwise.model.facts import ModelSpec
+from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
 from shardwise.model.read import read_model
@@ -247,6 +248,25 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
         workload = workload_of(optimizer, parameter_names(module), device=device)
     known = workload.optimizer if workload.custom_state is not None else None
     return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
+
+
+def described(config: Config, traced: ModelProfile, workload: Workload) -> ModelProfile:
+    """Return the profile by which ``plan`` prices the config's model; ``traced`` where that is no other one.
+
+    Of a known configuration that is a description without a module, and its times are those that were compared with
+    measured ones (`benchmarks/choice`). A traced profile of the same model has other operations: for the example, its
+    times on a CPU were 0.99 to 1.10 of these, as the measured rates were.
+    """
+    model = config.model
+    if model.config is None or model.trained_task != "causal-lm" or model.loss is not None:
+        return traced
+    try:
+        found = load_profile(model.config, seq_len=config.data.seq_len, compiled=workload.compiled)
+    except ShardwiseError:  # train can build what plan cannot describe
+        return traced
+    if (found.num_parameters, found.num_trainable) != (traced.num_parameters, traced.num_trainable):
+        return traced  # added tokens, frozen weights, adapters
+    return with_packed_mask(found) if config.data.pack == "isolated" else found
 
 
 def traced_profile(

@@ -39,7 +39,7 @@ from shardwise.run.checks import (
     check_plan,
     check_samples,
 )
-from shardwise.run.inspect_model import look
+from shardwise.run.inspect_model import described, look
 from shardwise.search.alternatives import Alternative, alternatives, smaller
 from shardwise.search.candidate import Candidate, Pins
 from shardwise.search.choose import Choice, choose, choose_profiled, exact
@@ -274,7 +274,7 @@ def choose_plan(
 
     if fixed:
         draft = staged(draft)
-        choice = _fixed_choice(draft, spec, workload, profile, cluster, check_sharding(draft), links)
+        choice = _fixed_choice(draft, spec, workload, profile, cluster, check_sharding(draft))
     elif profile is not None:
         pins, costs = _pins(config, cluster), corrected_costs(cluster, links)
         choice = choose_profiled(
@@ -296,7 +296,8 @@ def choose_plan(
         named = config.parallel.precision != "auto"
         notes = precision_text(choice.plan.precision, cluster, named=named)
         choice = replace(choice, plan=with_options(choice.plan, config), precision=notes)
-        choice = choice if links is None else _over(links, choice, profile, workload, cluster)
+    if links is not None and profile is not None:
+        choice = _timed_over(links, choice, described(config, profile, workload), workload, cluster)
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)
@@ -362,12 +363,10 @@ def given_options(config: Config) -> dict[str, Any]:
     return given if adapter_of(config) == "none" else given | {"adapter": config.lora.options}
 
 
-def _over(
-    links: CalibrationFile, choice: Choice, profile: ModelProfile | None, workload: Workload, cluster: ClusterSpec
+def _timed_over(
+    links: CalibrationFile, choice: Choice, profile: ModelProfile, workload: Workload, cluster: ClusterSpec
 ) -> Choice:
     """Return the choice with its time over measured links; its own is the catalogue's."""
-    if profile is None:
-        return choice
     pins = Pins(strategy=choice.plan.parsed, precision=choice.plan.precision)
     problem = ask(profile, workload, cluster, pins, costs=corrected_costs(cluster, links))
     return replace(choice, time=time_of(problem, choice.plan))
@@ -380,7 +379,6 @@ def _fixed_choice(
     profile: ModelProfile | None,
     cluster: ClusterSpec,
     parts: ShardPlacement,
-    links: CalibrationFile | None,
 ) -> Choice:
     """Cost a given plan."""
     from shardwise.cost.memory.estimate_memory import estimate_memory
@@ -388,6 +386,5 @@ def _fixed_choice(
     if profile is None:
         return Choice(plan=plan, estimate=estimate_memory(spec, plan, workload, parts))
     pins = Pins(strategy=plan.parsed, precision=plan.precision)
-    costs = None if links is None else corrected_costs(cluster, links)
-    found = cost_of(ask(profile, workload, cluster, pins, costs=costs), plan)
+    found = cost_of(ask(profile, workload, cluster, pins), plan)
     return Choice(plan=plan, estimate=exact(found, spec, workload, parts), time=found.time)
