@@ -117,4 +117,6 @@ def test_the_complete_loop_of_the_page_and_its_second_run(tmp_path: Path) -> Non
 
 
 def numberless(text: str) -> list[str]:
-    return [re.sub(r"\d+(\.\d+)?( (ms|s|k|M)\b)?", "#", line).rstrip() for line in text.splitlines()]
+    """Lines without their numbers, and without what a column is filled up with: a number may end in a zero, or not."""
+    lines = (re.sub(r"\d+(\.\d+)?( (ms|s|k|M)\b)?", "#", line) for line in text.splitlines())
+    return [re.sub(r" +(?=│|$)", "", line) for line in lines]

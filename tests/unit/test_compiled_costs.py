@@ -56,7 +56,7 @@ def test_train_predicts_a_compiled_plan_as_plan_does() -> None:
     asked = WORK.model_copy(update={"compiled": True})
     planned = search(profile, asked, CLUSTER, pins).candidates[0]
     assert planned.plan.compile and planned.time is not None
-    choice = _fixed_choice(planned.plan, spec, WORK, profile, CLUSTER, ShardPlacement(), None)
+    choice = _fixed_choice(planned.plan, spec, WORK, profile, CLUSTER, ShardPlacement())
     assert choice.time == planned.time
     assert choice.estimate.activations == planned.memory.activations
     assert choice.estimate.reserved == planned.memory.reserved

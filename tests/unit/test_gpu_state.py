@@ -237,7 +237,7 @@ def test_the_sampler_holds_nvml_open_once():
     nvml = RecordedNvml("8xa100-sxm", nvmlDeviceGetUtilizationRates={"gpu": 100, "memory": 50})
     sampler = GpuSampler(0.005, source=NvmlSource(nvml)).start()
     deadline = time.monotonic() + 30
-    while not (sampler._sums and sampler._sums[7].samples > 3) and time.monotonic() < deadline:
+    while not (7 in sampler._sums and sampler._sums[7].samples > 3) and time.monotonic() < deadline:
         time.sleep(0.01)
     sums = sampler.stop()
     assert len(sums.devices) == 8 and all(device.busy == device.samples > 3 for device in sums.devices)
