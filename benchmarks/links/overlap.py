@@ -20,6 +20,7 @@ from shardwise.parallel.data_parallel.fsdp import overlap_over_gloo
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import parse_strategy
+from shardwise.plan.traffic import keeps_last_block
 
 WIDTHS = ((192, 4), (256, 6))  # hidden size, blocks
 
@@ -34,11 +35,12 @@ def ranks(steps: int) -> None:
 
 def _build(width: int, blocks: int, mesh: DeviceMesh, *, ours: bool) -> nn.Module:
     model = small_llama(width, blocks)
+    plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), mesh.size()), device="cpu")
     for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
+        keeps = ours and block is model.model.layers[-1] and keeps_last_block(plan)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keeps)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     if ours:
-        plan = Plan(strategy="fsdp", dims=dims_for(parse_strategy("fsdp"), mesh.size()), device="cpu")
         overlap_over_gloo(model, plan, mesh)
     return model
 

@@ -375,9 +375,13 @@ class TestProgram:
         assert two.phases[4].allocated - none.phases[4].allocated == 2 * 4 * largest
         assert none.allocated < peak_lower_bound(LLAMA_8B, plan, loops[2]) <= many.allocated
 
-    def test_gloo_has_buffers_of_its_own(self):
-        """One that an all-gather arrives in, and a copy of what is reduced: beside them, CPU ranks are as CUDA's."""
-        plan = plan_for("fsdp", 8, precision="fp32", recompute="full")
+    @pytest.mark.parametrize("ranks", [8, 2])
+    def test_gloo_has_buffers_of_its_own(self, ranks: int):
+        """One that an all-gather of more than two arrives in, and a copy of what is reduced.
+
+        Beside them, and the last block, which is not gathered for its backward, CPU ranks are as CUDA's.
+        """
+        plan = plan_for("fsdp", ranks, precision="fp32", recompute="full")
         plans = [plan.model_copy(update={"device": device}) for device in ("cpu", "cuda")]
         on_cpu, on_cuda = ({p.name: p.allocated for p in estimate(SMALL, one, WORKLOAD, NODE).phases} for one in plans)
         moved = []
@@ -387,8 +391,10 @@ class TestProgram:
             moved.append(sum(size for size, _, _ in trace.events[trace.phases[1][0] : trace.phases[-1][0]] if size > 0))
         root = sum(w.sent for w, p in zip(setting.weights, setting.pieces, strict=True) if not p.is_block)
         blocks = sum(w.sent * p.count for w, p in zip(setting.weights, setting.pieces, strict=True) if p.is_block)
-        gathers, reductions = 2 * (root + 2 * blocks), 2 * (root + blocks)  # in two steps
-        assert moved[0] - moved[1] == gathers + reductions
+        last = [w for w, p in zip(setting.weights, setting.pieces, strict=True) if p.is_block][-1]
+        gathers, reductions = 2 * (root + 2 * blocks - last.sent), 2 * (root + blocks)  # in two steps
+        kept = 2 * (last.sent + sum(last.gathered))
+        assert moved[0] - moved[1] == gathers * (ranks > 2) + reductions - kept
         assert on_cpu["optimizer"] == on_cuda["optimizer"]
         assert on_cpu["load"] > 4 * SMALL.num_parameters > on_cuda["load"], "rank 0 builds the model in that memory"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.distributed import exchange
+from shardwise.distributed.exchange import exchange_role
 from shardwise.model.read import dtype_name
 
 # c10d operator → (its field name, the argument with the full tensor)
@@ -98,10 +98,11 @@ class CollectiveRecorder(TorchDispatchMode):
         if func.namespace == "c10d":
             own = _OWN_OPERATORS if self._axes is not None else {}
             field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
-            if name == "alltoall_base_" and exchange.reduces():
-                field, position = "reduce_scatter", 1
+            times = 1
+            if (role := exchange_role(name)) is not None:  # a rank sends its part of what two gather
+                field, position, times = role, 1, 2 if role == "all_gather" else 1
             if field:
-                self._note(field, _tensors(args[position]), lambda: _group_of(args), 1)
+                self._note(field, _tensors(args[position]), lambda: _group_of(args), times)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:
             field, is_part = _FUNCTIONAL[name]
             self._note(field, _tensors(args[0]), lambda: _named_group(args), _degree(args) if is_part else 1)

@@ -46,6 +46,7 @@ from shardwise.parallel.split_parameters import SplitParameters
 from shardwise.parallel.tensor_parallel.parallelize import apply_tensor
 from shardwise.parallel.unsupported_tensors import check_tensors
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import keeps_last_block
 
 _MARK = "_shardwise_prepared"
 Replaced = Callable[[Optimizer, Plan, dict[int, str]], Optimizer]
@@ -191,11 +192,12 @@ def _place_stages(
     """
     wraps = plan.parsed.shards_parameters or meshes.data_ranks > 1
     for unit in (*spec.blocks, None):
+        keeps = unit == spec.blocks[-1] and keeps_last_block(plan)
         parameters.place(unit, stages, decision.layout, meshes)
         if experts is not None and unit in blocks:
-            spread_experts(blocks[unit], plan, experts)
+            spread_experts(blocks[unit], plan, experts, keeps=keeps)
         if wraps and unit in blocks:
-            shard_unit(blocks[unit], plan, meshes.data, is_root=False)
+            shard_unit(blocks[unit], plan, meshes.data, is_root=False, keeps=keeps)
     for stage in stages.parts:
         if wraps:
             shard_unit(stage, plan, meshes.data, is_root=True, is_last_stage=stages.is_last(stage))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.facts import itemsize_of
-from shardwise.model.profile import ModelProfile
+from shardwise.model.profile import ModelProfile, Unit
 from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.plan import Plan, gathers_fp8
-from shardwise.plan.program import find_program, program_table
+from shardwise.plan.program import OWN, find_program, program_table
 from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
@@ -33,7 +33,8 @@ class DataTraffic:
 
     A unit is sharded over ``shards`` ranks, and there are ``replicas`` of each shard: a rank of context parallel is a
     data-parallel one for weights. ``gathers`` and ``reduces`` count all-gathers of weights and reductions of gradients;
-    ``broadcasts`` sends stepped weights (``zero1``). Blocks that frozen or skipped parts leave out are not counted.
+    ``broadcasts`` sends stepped weights (``zero1``). The last block is gathered ``kept`` times less; see
+    `keeps_last_block`. Blocks that frozen or skipped parts leave out are not counted.
     """
 
     shards: int
@@ -41,6 +42,7 @@ class DataTraffic:
     gathers: int
     reduces: int
     broadcasts: int = 0
+    kept: int = 0
 
     @property
     def ranks(self) -> int:
@@ -56,7 +58,20 @@ def data_traffic(plan: Plan) -> DataTraffic:
         return DataTraffic(1, ranks, gathers=0, reduces=1, broadcasts=int(strategy.base == "zero1"))
     shards = dims.dp_shard * dims.cp
     reduces = plan.grad_accum if plan.syncs_every_micro_batch else 1
-    return DataTraffic(shards, ranks // shards, gathers_of(plan), reduces)
+    kept = plan.grad_accum * keeps_last_block(plan)
+    return DataTraffic(shards, ranks // shards, gathers_of(plan), reduces, kept=kept)
+
+
+def keeps_last_block(plan: Plan) -> bool:
+    """Whether the weights of the last block stay gathered from its forward to its backward, which come one after the
+    other: a gather less for each micro batch, for the weights of a block beside the loss.
+
+    Over gloo, where nothing computes meanwhile; FSDP2 gathers them behind the backward of the head on a GPU, and what
+    it saves there was not measured.
+    """
+    strategy = plan.parsed
+    sharded = strategy.reshards_after_forward and strategy.engine == "torch"
+    return sharded and plan.device == "cpu" and plan.dims.pp == 1 and plan.program == OWN
 
 
 def gathers_of(plan: Plan) -> int:
@@ -91,12 +106,15 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if moved.ranks > 1 and _partitions(plan):
         found["dp"] = (moved.reduces * gradients + trained * stepped) * (moved.ranks - 1) / moved.ranks
     elif moved.ranks > 1:
-        weights = _gathered(profile, plan, narrow, experts=dims.ep == 1) / model_ways
+        weights = sum(u.count * _gathered(u, plan, narrow, experts=dims.ep == 1) for u in profile.units) / model_ways
+        last = sum(_gathered(u, plan, narrow, experts=dims.ep == 1) for u in _last_block(profile)) / model_ways
         scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
+        scattered -= moved.kept * last
         replicated = moved.reduces * 2 * gradients / moved.shards + moved.broadcasts * trained * stepped
         found["dp"] = scattered * (moved.shards - 1) / moved.shards + replicated * (moved.replicas - 1) / moved.replicas
     if dims.ep > 1:
-        found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, plan, moved, narrow)
+        experts = sum(w.num_elements for unit in _last_block(profile) for w in unit.weights if w.experts)
+        found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, experts, plan, moved, narrow)
         found["ep"] = accum * _dispatched(profile, plan, narrow) * (dims.ep - 1) / dims.ep
     rows = plan.sequences * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
@@ -130,8 +148,11 @@ def _experts(profile: ModelProfile, ep: int) -> tuple[int, int]:
     return sum(n for n, _ in each), sum(n for n, trained in each if trained)
 
 
-def _expert_weights_sent(spread: tuple[int, int], plan: Plan, moved: DataTraffic, narrow: float) -> float:
-    """Bytes of a step in which the ranks that have the same experts gather their weights and reduce their gradients."""
+def _expert_weights_sent(spread: tuple[int, int], last: int, plan: Plan, moved: DataTraffic, narrow: float) -> float:
+    """Bytes of a step in which the ranks that have the same experts gather their weights and reduce their gradients.
+
+    ``last`` are the elements of the experts of the last block.
+    """
     dims = plan.dims
     shards, replicas = dims.expert_shards, 1
     if plan.parsed.shards_parameters:
@@ -143,6 +164,7 @@ def _expert_weights_sent(spread: tuple[int, int], plan: Plan, moved: DataTraffic
     )
     stepped = spread[1] * (GRADIENT_BYTES if plan.weights == "fp32" else narrow) / (dims.ep * dims.pp)
     scattered = moved.gathers * weights + moved.reduces * gradients if plan.parsed.shards_parameters else 0.0
+    scattered -= moved.kept * last * narrow / dims.ep
     replicated = moved.reduces * 2 * gradients / shards + moved.broadcasts * stepped
     return scattered * (shards - 1) / shards + replicated * (replicas - 1) / replicas
 
@@ -162,20 +184,22 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 
-def _gathered(profile: ModelProfile, plan: Plan, narrow: float, *, experts: bool = True) -> float:
-    """Bytes of all weights as a rank gathers them.
+def _gathered(unit: Unit, plan: Plan, narrow: float, *, experts: bool = True) -> float:
+    """Bytes of a unit's weights as a rank gathers them.
 
     ``narrow`` an element, packed ones as they rest without scales, and one byte for those of fp8 products.
     """
     eighth = gathers_fp8(plan)
     return sum(
-        unit.count
-        * w.num_elements
-        * (w.itemsize - w.scales if w.itemsize < 1 else 1 if eighth and in_fp8(unit, w) else narrow)
-        for unit in profile.units
+        w.num_elements * (w.itemsize - w.scales if w.itemsize < 1 else 1 if eighth and in_fp8(unit, w) else narrow)
         for w in unit.weights
         if experts or not w.experts
     )
+
+
+def _last_block(profile: ModelProfile) -> tuple[Unit, ...]:
+    """The last repeated block of a model, if it has one."""
+    return tuple(unit for unit in profile.units if unit.kind == "block")[-1:]
 
 
 def exchanged(heads: int | None, kv_heads: int | None, tp: int, cp: int) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import bytes_of, reduced_dtype
-from shardwise.plan.traffic import ZERO1_TOGETHER, data_traffic
+from shardwise.plan.traffic import ZERO1_TOGETHER, data_traffic, keeps_last_block
 
 Range = tuple[int, int]
 Unit = list[ParameterSpec]
@@ -70,7 +70,8 @@ def expected_traffic(
         return {}
     if plan.parsed.shards_parameters or plan.dims.tp * plan.dims.pp > 1:
         units = units_of(spec) if units is None else units
-        return _sharded_traffic(units, plan, micros, calls or {}, in_fp8, once=once)
+        kept = spec.blocks[-1] if spec.blocks and keeps_last_block(plan) else None
+        return _sharded_traffic(units, plan, micros, calls or {}, in_fp8, once=once, kept=kept)
     trained = [p for p in spec.parameters if p.trainable]
     reduced = sum(p.num_elements * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
     stepped = sum(p.num_elements * p.itemsize for p in trained)
@@ -107,6 +108,7 @@ def _sharded_traffic(
     in_fp8: Collection[str],
     *,
     once: bool,
+    kept: str | None,
 ) -> dict[str, Traffic]:
     moved = data_traffic(plan)
     ranks = moved.shards
@@ -118,7 +120,7 @@ def _sharded_traffic(
         sizes = [1 if p.name in in_fp8 else p.gathered_itemsize(plan.precision) for p in unit]
         size = sum(padded_elements(p, ranks) * each for p, each in zip(unit, sizes, strict=True))
         full = sum(padded_elements(p, ranks) * bytes_of(p, reduced_dtype(plan, p.dtype)) for p in trained)
-        again = regathers and not once and block is not None
+        again = regathers and not once and block is not None and block != kept
         uses = 1 if once else micros
         ran = calls.get(block, UnitCalls(uses, 1))
         several = ran.number if plan.syncs_every_micro_batch else ran.in_last

@@ -32,6 +32,7 @@ from shardwise.cost.time.collective_time import (
     CollectiveKind,
     Group,
     collective_s,
+    sharded_gather,
     sharded_reduction,
     wire_share,
 )
@@ -44,6 +45,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.scaling_facts import Mode, Sample, Scaling, UnitTraffic, Z
 from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import keeps_last_block
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DDP's ``dist._DEFAULT_FIRST_BUCKET_BYTES`` and ``bucket_cap_mb`` in PyTorch 2.13."""
@@ -168,6 +170,11 @@ class Links:
         group = Group(ranks, min(ranks, inner))
         sharing = max(1, per_node // group.per_node) if group.per_node < ranks else 1
         return collective_s(kind, message_bytes, group, self.cluster, sharing=sharing, calibration=self.calibration)
+
+    def gather_unit(self, message_bytes: float) -> float:
+        """Seconds to gather a sharded unit's weights in its group."""
+        ranks = self.plan.dims.dp_shard * self.plan.dims.cp
+        return self.seconds(sharded_gather(self.cluster, self.calibration, ranks), message_bytes)
 
     def reduce_unit(self, message_bytes: float) -> float:
         """Seconds to reduce a sharded unit's gradients: scattered in its group, then over replicas."""
@@ -323,7 +330,7 @@ def _by_units(
         count = max(1, unit.count // stages) if unit.block else 1
         gather, reduce = 0.0, 0.0
         if sharded:
-            gather = links.seconds("all_gather", unit.gather_bytes) + copied * unit.gather_bytes
+            gather = links.gather_unit(unit.gather_bytes) + copied * unit.gather_bytes
             reduce = links.reduce_unit(unit.reduce_bytes) + copied * unit.reduce_bytes
         else:
             reduce = links.seconds("all_reduce", unit.reduce_bytes)
@@ -339,6 +346,8 @@ def _by_units(
             added += times * sum(run.count * (run.gather_s + run.reduce_s) for run in runs)
         else:
             added += times * (elapsed_s(runs, contention=CONTENTION) - work)
+    if keeps_last_block(plan) and moving[-1].block:
+        added -= plan.grad_accum * ahead[-1].gather_s
     return added
 
 

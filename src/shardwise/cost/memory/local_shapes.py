@@ -24,6 +24,7 @@ from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.tensor_types import WeightType
+from shardwise.plan.traffic import keeps_last_block
 from shardwise.plan.workload import Workload
 
 FP32 = 4
@@ -74,6 +75,7 @@ class ShardLayout:
     expert_shards: int = 1  # ranks of FSDP2 that share the same experts
     capacity_factor: float | None = None  # experts compute this many times their mean rows; None: what they get
     balanced: bool = False  # a router that loads all experts alike
+    keeps_last: bool = False  # the last block's weights stay gathered from forward to backward
 
     @property
     def shards(self) -> bool:
@@ -255,6 +257,7 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         ep=dims.ep,
         whole_experts=dims.ep == 1 and strategy.engine == "torch" and program.zero == "torch" and not flat,
         expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
+        keeps_last=keeps_last_block(plan),
     )
 
 

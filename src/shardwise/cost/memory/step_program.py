@@ -63,6 +63,8 @@ class _Writer(ShardWriter):
     def __init__(self, setting: CostInputs) -> None:
         super().__init__(setting, list(_visits(setting)))
         self.made = -1
+        blocks = [visit for visit in self.visits if setting.pieces[visit.piece].is_block]
+        self.kept = blocks[-1] if blocks and setting.layout.keeps_last else None
 
     def load(self) -> None:
         """Trace the load: units materialize one after the other, each is sharded at once, root last.
@@ -156,7 +158,7 @@ class _Writer(ShardWriter):
             if self.shards and is_block and not visit.gathered:
                 visit.gathered = self._gather([visit.piece], ahead=self.s.layout.is_cuda, number=visit.number)
             visit.saved = self._forward_unit(visit)
-            if is_block and not self.s.layout.keeps_weights:
+            if is_block and not self.s.layout.keeps_weights and visit is not self.kept:
                 trace.free(*visit.gathered)
                 visit.gathered = []
         logits = self.logits()
@@ -275,8 +277,8 @@ class _Writer(ShardWriter):
         for position in range(len(self.visits) - 1, -1, -1):
             visit = self.visits[position]
             is_block = s.pieces[visit.piece].is_block
-            if self.shards and is_block and not visit.gathered:
-                visit.gathered = self._take_fetched(visit)
+            if self.shards and is_block:
+                visit.gathered = visit.gathered or self._take_fetched(visit)
                 self._prefetch(position)
             incoming, full = self._backward_unit(visit, incoming)
             if not self.shards:

@@ -49,6 +49,7 @@ from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Plan, gathers_fp8, products
 from shardwise.plan.program import Framework, ProgramTraits
 from shardwise.plan.strategy import Strategy, parse_strategy
+from shardwise.plan.traffic import keeps_last_block
 from shardwise.plan.workload import Workload
 
 __all__ = ["Rates", "step_time"]
@@ -77,7 +78,7 @@ class Wires:
     ``width``, ``reduced`` and ``stored`` are bytes of an element: computed with, of a reduced gradient, at rest.
     ``zero`` is the layout of zero1 and 2. ``scatters``: zero1 reduces as Megatron-LM's distributed optimizer does.
     ``recasts``: recompute casts weights again. ``fp8``: products of blocks cast their weights themselves;
-    ``gathers_fp8``: and shards are gathered so.
+    ``gathers_fp8``: and shards are gathered so. ``keeps_last``: see `keeps_last_block`.
     """
 
     copies: Copies
@@ -89,6 +90,7 @@ class Wires:
     recasts: bool
     fp8: bool = False
     gathers_fp8: bool = False
+    keeps_last: bool = False
 
     def partitions(self, base: str) -> bool:
         """Return whether ``base`` is DeepSpeed's ZeRO-2: full weights, partitioned gradients."""
@@ -215,6 +217,7 @@ def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: 
         recasts=plan.recompute != "none",
         fp8=plan.fp8 != "none",
         gathers_fp8=gathers_fp8(plan),
+        keeps_last=keeps_last_block(plan),
     )
 
 
@@ -324,6 +327,7 @@ def _stages(
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
         gathers_ahead=rates is None,
         buckets=ddp_buckets(machine, parsed, dims) if wires.copies != "units" else None,
+        keeps_last=wires.keeps_last,
     )
     number = len(model.units)
     found = [index for index, block in enumerate(pieces.blocks[:number]) if block]
@@ -453,7 +457,7 @@ def _unit_traffic(
     ranks = dims.dp_shard * dims.cp
     eighth = weights.in_fp8 if wires.gathers_fp8 else 0.0
     gathered = min(width * weights.elements, weights.at_rest_bytes) - (width - 1) * eighth
-    gather = machine.collective_s("all_gather", gathered, ranks, inner)
+    gather = machine.gather_s(gathered, ranks, inner)
     reduce = machine.reduce_scatter_s(sent * weights.trainable, ranks, inner)
     if dims.dp_replicate > 1:
         outer = max(1, per_node // (dims.tp * ranks))

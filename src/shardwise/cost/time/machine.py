@@ -238,6 +238,11 @@ class Machine:
             kind, message_bytes, group, self.cluster, sharing=sharing, calibration=self.calibration
         )
 
+    def gather_s(self, message_bytes: float, ranks: int, per_node: int) -> float:
+        """Seconds to gather ``message_bytes`` of sharded weights, by the collective that does it here."""
+        kind = collectives.sharded_gather(self.cluster, self.calibration, ranks)
+        return self.collective_s(kind, message_bytes, ranks, per_node)
+
     def reduce_scatter_s(self, message_bytes: float, ranks: int, per_node: int) -> float:
         """Seconds to reduce ``message_bytes`` of sharded gradients, by the collective that does it here."""
         kind = collectives.sharded_reduction(self.cluster, self.calibration)

@@ -63,8 +63,9 @@ class StageTime:
 class StageParts:
     """Components of stages: for each unit whether it is a block, its seconds and its traffic.
 
-    ``gathers_ahead``: a forward gathers the next unit while one computes. ``buckets`` has the seconds of a bucket of so
-    many bytes, and the sizes of the first and of the others; None where each unit is reduced alone.
+    ``gathers_ahead``: a forward gathers the next unit while one computes. ``keeps_last``: the last block is gathered
+    once for both directions. ``buckets`` has the seconds of a bucket of so many bytes, and the sizes of the first and
+    of the others; None where each unit is reduced alone.
     """
 
     strategy: Strategy
@@ -78,6 +79,7 @@ class StageParts:
     tp_share: float
     gathers_ahead: bool = True
     buckets: tuple[Callable[[float], float], float, float] | None = None
+    keeps_last: bool = False
 
 
 def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTime:
@@ -86,13 +88,13 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
     ahead: list[UnitRun] = []
     back: list[UnitRun] = []
     last: list[UnitRun] = []
-    root_gather = root_reduce = 0.0
-    compute = recompute = tp = cp = host_forward = host_backward = 0.0
-    compute_ahead = tp_ahead = cp_ahead = ep = ep_ahead = 0.0
-    for count, index in units:
+    compute = recompute = tp = cp = ep = host_forward = host_backward = 0.0
+    compute_ahead = tp_ahead = cp_ahead = ep_ahead = root_gather = root_reduce = 0.0
+    units, kept = _last_alone(units, pieces)
+    for place, (count, index) in enumerate(units):
         time, wire, block = pieces.times[index], pieces.traffic[index], pieces.blocks[index]
         forward = time.forward_s + wire.copy_forward_s
-        backward = time.backward_s + wire.copy_backward_s
+        backward = time.backward_s + wire.copy_backward_s - (wire.copy_forward_s if place == kept else 0.0)
         compute += count * (forward + backward)
         recompute += count * time.recompute_s
         tp_forward = pieces.tp_share * time.tp_forward_s
@@ -112,7 +114,7 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
             root_gather, root_reduce = root_gather + count * wire.gather_s, root_reduce + count * wire.reduce_s
         ahead.append(UnitRun(count, forward + tp_forward + time.cp_forward_s + time.ep_forward_s, gather))
         seconds = backward + time.recompute_s + tp_backward + cp_backward + ep_backward
-        regather = gather if pieces.strategy.reshards_after_forward else 0.0
+        regather = gather if pieces.strategy.reshards_after_forward and place != kept else 0.0
         back.append(UnitRun(count, seconds, regather, reduce if pieces.every else 0.0))
         last.append(UnitRun(count, seconds, regather, reduce))
     if root_gather or root_reduce:  # the root's units travel together, before the first and after the last
@@ -141,6 +143,17 @@ def stage_time(pieces: StageParts, units: Sequence[tuple[int, int]]) -> StageTim
         host_backward_s=host_backward,
         ahead_s=(compute_ahead, tp_ahead, cp_ahead, ep_ahead),
     )
+
+
+def _last_alone(units: Sequence[tuple[int, int]], pieces: StageParts) -> tuple[Sequence[tuple[int, int]], int]:
+    """Split the last block, where it stays gathered, off the others that are equal; return its place, or -1."""
+    if not pieces.keeps_last:
+        return units, -1
+    last = max((place for place, (_, index) in enumerate(units) if pieces.blocks[index]), default=-1)
+    if last < 0 or units[last][0] == 1:
+        return units, last
+    count, index = units[last]
+    return [*units[:last], (count - 1, index), (1, index), *units[last + 1 :]], last + 1
 
 
 def _bucketed(

@@ -78,7 +78,7 @@ class ExchangedSum(ReduceScatter):
             )
         self._pending.finish()
         pieces = torch.empty_like(input_tensor)
-        work = begin_exchange(pieces, input_tensor, group)
+        work = begin_exchange("reduce_scatter", pieces, input_tensor, group)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         self._pending.begin(work, pieces.view(group.size(), -1), input_tensor, output_tensor, divisor)
         if op == dist.ReduceOp.AVG and self._takes_views(input_tensor.dtype):  # a sum is divided at once

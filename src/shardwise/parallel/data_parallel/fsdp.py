@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwise.parallel.data_parallel.exchanged_gather import exchange_gathers
 from shardwise.parallel.data_parallel.exchanged_sum import exchange_sums
 from shardwise.parallel.data_parallel.unit_forwards import free_gathered
 from shardwise.parallel.data_parallel.unit_order import keep_order
@@ -21,6 +22,7 @@ from shardwise.parallel.fp8 import agree_on_scales, convert_unit
 from shardwise.parallel.materialize import Fill, broadcast_buffers, materialize_unit
 from shardwise.parallel.precision import mixed_precision_policy
 from shardwise.plan.plan import Plan
+from shardwise.plan.traffic import keeps_last_block
 
 
 def apply_shard(
@@ -38,14 +40,16 @@ def apply_shard(
     shards plus one full unit.
 
     Tied parameters stay tied because they are left to the root together. The root stays gathered from forward to
-    backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``.
+    backward (it is needed at the end of one and the start of the other); blocks do so only under ``zero2``, and the
+    last one where `keeps_last_block` says so.
     """
     for block in blocks:
+        keeps = block is blocks[-1] and keeps_last_block(plan)
         materialize_unit(block, device, fill)
         if experts is not None:
-            spread_experts(block, plan, experts)
+            spread_experts(block, plan, experts, keeps=keeps)
         convert_unit(block, plan)
-        shard_unit(block, plan, mesh, is_root=False)
+        shard_unit(block, plan, mesh, is_root=False, keeps=keeps)
     materialize_unit(module, device, fill)
     broadcast_buffers(module)
     shard_unit(module, plan, mesh, is_root=True)
@@ -59,7 +63,7 @@ def apply_shard(
 
 
 def overlap_over_gloo(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Let gloo gather the next block and reduce the last one while a block computes its backward.
+    """Let gloo gather the next block and reduce the last one while a block computes its backward, both by exchange.
 
     FSDP2 leaves that to CUDA's streams, and waits for each collective where there are none. Stages of a pipeline have
     an order of their own, and only reduce by exchange.
@@ -69,17 +73,24 @@ def overlap_over_gloo(root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         return
     pipelined = plan.dims.pp > 1
     exchange_sums(root, pipelined=pipelined)
+    if plan.device == "cpu":
+        exchange_gathers(root)
     if not pipelined:
         root._set_unshard_async_op(True)
 
 
-def shard_unit(unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True) -> None:
-    """Shard one unit over ``mesh``; only the root of the last stage casts outputs back."""
+def shard_unit(
+    unit: nn.Module, plan: Plan, mesh: DeviceMesh, *, is_root: bool, is_last_stage: bool = True, keeps: bool = False
+) -> None:
+    """Shard one unit over ``mesh``; only the root of the last stage casts outputs back.
+
+    ``keeps``: its weights stay gathered from forward to backward, as those of the root and all under ``zero2``.
+    """
     strategy = plan.parsed
     fully_shard(
         unit,
         mesh=mesh,
-        reshard_after_forward=strategy.base != "zero2" and not is_root,
+        reshard_after_forward=strategy.base != "zero2" and not is_root and not keeps,
         mp_policy=mixed_precision_policy(plan, is_root=is_root and is_last_stage),
         offload_policy=CPUOffloadPolicy(pin_memory=plan.device == "cuda") if strategy.offload else OffloadPolicy(),
     )

@@ -113,17 +113,17 @@ def received_rows(module: nn.Module) -> int:
     return sum(here.rows for part in module.modules() if (here := experts_here(part)) is not None)
 
 
-def spread_experts(unit: nn.Module, plan: Plan, meshes: ExpertMeshes) -> None:
+def spread_experts(unit: nn.Module, plan: Plan, meshes: ExpertMeshes, *, keeps: bool = False) -> None:
     """Keep this rank's experts of each layer inside ``unit``, shard them, and let tokens travel.
 
-    ``unit`` has its full weights; no collective but FSDP2's own.
+    ``unit`` has its full weights; no collective but FSDP2's own. ``keeps`` them gathered from forward to backward.
     """
     for module in unit.modules():
         if _NUMBER in module.__dict__ and any(True for _ in module.parameters()):  # a stage has others' without weights
-            _spread(module, module.__dict__[_NUMBER], plan, meshes)
+            _spread(module, module.__dict__[_NUMBER], plan, meshes, keeps=keeps)
 
 
-def _spread(module: nn.Module, total: int, plan: Plan, meshes: ExpertMeshes) -> None:
+def _spread(module: nn.Module, total: int, plan: Plan, meshes: ExpertMeshes, *, keeps: bool) -> None:
     number = total // plan.dims.ep
     first = meshes.ep.get_local_rank() * number
     for key, parameter in list(module.named_parameters(recurse=False)):
@@ -136,10 +136,10 @@ def _spread(module: nn.Module, total: int, plan: Plan, meshes: ExpertMeshes) -> 
     module.__dict__[_MARK] = here
     module.num_experts = number  # type: ignore[assignment]
     module.forward = _forward(module, here)
-    _shard(module, plan, meshes.data)
+    _shard(module, plan, meshes.data, keeps=keeps)
 
 
-def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh, *, keeps: bool) -> None:
     """Shard the experts of this rank by FSDP2 over the ranks that have the same ones."""
     shards = mesh.size(mesh.ndim - 1)
 
@@ -153,7 +153,7 @@ def _shard(module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=plan.parsed.base != "zero2",
+        reshard_after_forward=plan.parsed.base != "zero2" and not keeps,
         shard_placement_fn=place,
         mp_policy=policy,
         offload_policy=CPUOffloadPolicy(pin_memory=plan.device == "cuda") if plan.parsed.offload else OffloadPolicy(),
