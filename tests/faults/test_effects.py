@@ -242,6 +242,12 @@ def sabotage_resharding(strategy: str) -> list[str]:
     return run(strategy, 1, "plain", stay)
 
 
+def sabotage_last_block(strategy: str) -> list[str]:
+    """The last block was to stay gathered until its backward, and is freed as the others are."""
+    shard_module.keeps_last_block = lambda plan: False
+    return run(strategy, 1, "plain")
+
+
 class AdaptiveBlocks(nn.Module):
     """One block runs as often as its rank's samples ask for."""
 
@@ -351,6 +357,7 @@ SABOTAGES: list[tuple[Callable[[str], list[str]], str, str]] = [
     (sabotage_no_hooks, "fsdp", "activations offloaded"),
     (sabotage_offload, "fsdp+offload", "state lives on"),
     (sabotage_resharding, "fsdp", "all_gather per step"),
+    (sabotage_last_block, "fsdp", "all_gather per step"),
     (sabotage_chunks, "ddp", "logits at once"),
     (sabotage_chunks, "fsdp", "logits at once"),
     (sabotage_one_chunk, "zero2", "logits at once"),

@@ -1,0 +1,72 @@
+"""Two ranks gather into each other's memory: bit by bit what gloo's own all_gather gives, and counted as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from shardwise.measure.collectives import CollectiveRecorder
+from shardwise.parallel.data_parallel.exchanged_gather import ExchangedGather
+from shardwise.run.start import start
+from tests.models import decoder
+from tests.worlds import run_world
+
+TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
+SIZES = (1, 7, 1000)
+
+
+def gathers() -> list[str]:
+    """What is another than of gloo's all_gather."""
+    group, comm, wrong = dist.group.WORLD, ExchangedGather(), []
+    rank = dist.get_rank()
+    for dtype in TYPES:
+        for size in SIZES:
+            for in_place in (True, False):
+                for async_op in (True, False):
+                    part = torch.arange(size).add(100 * rank).to(torch.float32).to(dtype)
+                    want = torch.empty(2 * size, dtype=dtype)
+                    found = comm.allocate((2 * size,), dtype=dtype, device=part.device)
+                    dist.all_gather_single(want, part)
+                    own = found.narrow(0, rank * size, size) if in_place else torch.empty_like(part)
+                    own.copy_(part)
+                    with CollectiveRecorder(lambda: "forward") as recorder:
+                        work = comm(output_tensor=found, input_tensor=own, group=group, async_op=async_op)
+                    if async_op:
+                        work.wait()
+                    counted = [(one.name, one.num_bytes) for one in recorder.collectives]
+                    if not torch.equal(found, want) or work is None is async_op:
+                        wrong.append(f"{dtype} {size} {in_place} {async_op}")
+                    if counted != [("all_gather", 2 * part.nbytes)]:
+                        wrong.append(f"{dtype} {size}: {counted}")
+    return wrong
+
+
+def test_it_is_the_all_gather_of_two() -> None:
+    assert run_world(gathers, 2) == [[], []]
+
+
+def kinds(strategy: str) -> Any:
+    """For each unit of a model, root and blocks, the kind of its gather, and whether it is freed after its forward."""
+    session = start(strategy, receipts=False)
+    model = decoder()
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    session.close()
+    return [(type(one._all_gather_comm), one._reshard_after_forward) for one in groups]
+
+
+def test_only_two_ranks_exchange_and_only_the_last_block_stays() -> None:
+    last = {"fsdp": [False, True, True, False], "zero2": [False] * 4, "hsdp": [False, True, True, False]}
+    for world, strategy, kind in (
+        (2, "fsdp", ExchangedGather),
+        (2, "zero2", ExchangedGather),
+        (4, "hsdp", ExchangedGather),
+    ):
+        for found in run_world(kinds, world, strategy):
+            assert found == [(kind, freed) for freed in last[strategy]], (world, strategy)
+    for found in run_world(kinds, 4, "fsdp"):
+        assert found == [(DefaultAllGather, freed) for freed in last["fsdp"]]
