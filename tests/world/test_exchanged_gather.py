@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from shardwise.measure.collectives import CollectiveRecorder
-from shardwise.parallel.data_parallel.exchanged_gather import ExchangedGather
+from shardwise.parallel.data_parallel.exchanged_gather import PARTS, ExchangedGather, on_one_node
 from shardwise.run.start import start
 from tests.models import decoder
-from tests.worlds import run_world
+from tests.worlds import run_each, run_world
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
-SIZES = (1, 7, 1000)
+SIZES = (1, 1000, 262145)
 
 
-def gathers() -> list[str]:
+def gathers(parts: int) -> list[str]:
     """What is another than of gloo's all_gather."""
-    group, comm, wrong = dist.group.WORLD, ExchangedGather(), []
+    group, comm, wrong = dist.group.WORLD, ExchangedGather(parts), []
     rank = dist.get_rank()
     for dtype in TYPES:
         for size in SIZES:
@@ -46,7 +47,22 @@ def gathers() -> list[str]:
 
 
 def test_it_is_the_all_gather_of_two() -> None:
-    assert run_world(gathers, 2) == [[], []]
+    assert run_each(gathers, 2, [(1,), (PARTS,)]) == [[[], []]] * 2
+
+
+def test_ranks_of_other_nodes_send_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_one_node((0, 1)), "no launcher"
+    place = {
+        "RANK": 1,
+        "WORLD_SIZE": 4,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": 1,
+    }
+    for key, value in place.items():
+        monkeypatch.setenv(key, str(value))
+    assert on_one_node((2, 3)) and not on_one_node((1, 2)) and not on_one_node((0, 2))
 
 
 def kinds(strategy: str) -> Any:

@@ -1,19 +1,26 @@
-"""All-to-all that is a part of a reduce-scatter or an all-gather, and known as one to whoever records collectives."""
+"""All-to-all that stands for a reduce-scatter or an all-gather, or for a part of one, and how a recorder can tell."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-Role = Literal["reduce_scatter", "all_gather"]
-_now: dict[str, Role | None] = {"role": None}
+
+class Exchange(NamedTuple):
+    """The collective that an all-to-all stands for, and the bytes of its full tensor."""
+
+    name: Literal["reduce_scatter", "all_gather"]
+    num_bytes: int
+
+
+_now: list[Exchange | None] = []
 
 
 def begin_exchange(
-    role: Role,
+    stands_for: Exchange | None,
     received: torch.Tensor,
     sent: torch.Tensor,
     group: dist.ProcessGroup,
@@ -21,17 +28,23 @@ def begin_exchange(
 ) -> Any:
     """Send each rank its piece of ``sent``, and receive one from each; returns the work to wait for.
 
-    Pieces are equal, or have ``splits`` elements of each rank.
+    Pieces are equal, or have ``splits`` elements of each rank. ``stands_for`` is None in all parts of a collective but
+    one, so that it counts once.
     """
     import torch.distributed as dist
 
-    _now["role"] = role
+    _now.append(stands_for)
     try:
         return dist.all_to_all_single(received, sent, splits, splits, group=group, async_op=True)
     finally:
-        _now["role"] = None
+        _now.clear()
 
 
-def exchange_role(operator: str) -> Role | None:
-    """What the all-to-all that begins now is a part of; ``None`` if it stands for itself or is another ``operator``."""
-    return _now["role"] if operator == "alltoall_base_" else None
+def is_exchange(operator: str) -> bool:
+    """Whether the ``operator`` that begins now is an all-to-all that does not stand for itself."""
+    return operator == "alltoall_base_" and bool(_now)
+
+
+def exchange_now() -> Exchange | None:
+    """What the all-to-all that begins now stands for; ``None`` for further parts of it."""
+    return _now[0] if _now else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.cost.memory.allocator import CachingAllocator
 from shardwise.cost.memory.estimate import CATEGORIES
-from shardwise.distributed.exchange import exchange_role
+from shardwise.distributed.exchange import exchange_now, is_exchange
 from shardwise.distributed.local_tensor import stored
 
 if TYPE_CHECKING:
@@ -308,18 +308,19 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _note(recorder: StorageRecorder, func: Any, args: Any, result: Any, gloo: bool) -> None:
     recorder.mark()
     name = func._overloadpacket.__name__
-    role = exchange_role(name)
-    if func.namespace in ("c10d", "_c10d_functional") and (name in _COLLECTIVES or role):
-        field, position = (role, 1) if role else _COLLECTIVES[name]
-        size = sum(t.numel() * t.element_size() for t in tensors_of(args[position])) * (
-            2 if role == "all_gather" else 1
-        )
+    exchanged = is_exchange(name)
+    if func.namespace in ("c10d", "_c10d_functional") and (name in _COLLECTIVES or exchanged):
         step, phase = recorder._phase()
-        recorder.sent.append(Sent(field, size, step, phase))
-        if gloo and field == "all_gather" and size and not role:
-            recorder.hold(size, "buffers")
-        elif gloo and field == "reduce_scatter" and not role:
-            recorder.moment(size, "buffers")
+        if exchanged and (meant := exchange_now()) is not None:
+            recorder.sent.append(Sent(meant.name, meant.num_bytes, step, phase))
+        elif not exchanged:
+            field, position = _COLLECTIVES[name]
+            size = sum(t.numel() * t.element_size() for t in tensors_of(args[position]))
+            recorder.sent.append(Sent(field, size, step, phase))
+            if gloo and field == "all_gather" and size:
+                recorder.hold(size, "buffers")
+            elif gloo and field == "reduce_scatter":
+                recorder.moment(size, "buffers")
     for tensor in tensors_of(result):
         if tensor.device.type != "meta":
             recorder.see(tensor.untyped_storage())

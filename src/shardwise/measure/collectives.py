@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.distributed.exchange import exchange_role
+from shardwise.distributed.exchange import exchange_now, is_exchange
 from shardwise.model.read import dtype_name
 
 # c10d operator → (its field name, the argument with the full tensor)
@@ -98,11 +98,11 @@ class CollectiveRecorder(TorchDispatchMode):
         if func.namespace == "c10d":
             own = _OWN_OPERATORS if self._axes is not None else {}
             field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
-            times = 1
-            if (role := exchange_role(name)) is not None:  # a rank sends its part of what two gather
-                field, position, times = role, 1, 2 if role == "all_gather" else 1
-            if field:
-                self._note(field, _tensors(args[position]), lambda: _group_of(args), times)
+            if is_exchange(name):
+                if (meant := exchange_now()) is not None:
+                    self._add(meant.name, meant.num_bytes, args[1].dtype, lambda: _group_of(args))
+            elif field:
+                self._note(field, _tensors(args[position]), lambda: _group_of(args), 1)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:
             field, is_part = _FUNCTIONAL[name]
             self._note(field, _tensors(args[0]), lambda: _named_group(args), _degree(args) if is_part else 1)
@@ -120,9 +120,11 @@ class CollectiveRecorder(TorchDispatchMode):
     def _note(self, field: str, tensors: list[torch.Tensor], group: Callable[[], tuple[int, ...]], times: int) -> None:
         if not tensors:
             return
-        size = sum(t.numel() * t.element_size() for t in tensors) * times
+        self._add(field, sum(t.numel() * t.element_size() for t in tensors) * times, tensors[0].dtype, group)
+
+    def _add(self, field: str, size: int, dtype: torch.dtype, group: Callable[[], tuple[int, ...]]) -> None:
         axis = OTHER if self._axes is None else self._axes(field, group())
-        self.collectives.append(Collective(field, size, dtype_name(tensors[0].dtype), self._phase(), axis))
+        self.collectives.append(Collective(field, size, dtype_name(dtype), self._phase(), axis))
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """Return calls and bytes of each collective that moved parameters or gradients.
