@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class Exchange(NamedTuple):
+class StandsFor(NamedTuple):
     """The collective that an all-to-all stands for, and the bytes of its full tensor."""
 
     name: Literal["reduce_scatter", "all_gather"]
     num_bytes: int
 
 
-_now: list[Exchange | None] = []
+_now: list[StandsFor | None] = []
 
 
 def begin_exchange(
-    stands_for: Exchange | None,
+    stands_for: StandsFor | None,
     received: torch.Tensor,
     sent: torch.Tensor,
     group: dist.ProcessGroup,
@@ -45,6 +45,6 @@ def is_exchange(operator: str) -> bool:
     return operator == "alltoall_base_" and bool(_now)
 
 
-def exchange_now() -> Exchange | None:
+def exchange_now() -> StandsFor | None:
     """What the all-to-all that begins now stands for; ``None`` for further parts of it."""
     return _now[0] if _now else None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from shardwise.distributed.exchange import Exchange, begin_exchange
+from shardwise.distributed.exchange import StandsFor, begin_exchange
 from shardwise.environment import rendezvous
 from shardwise.errors import UserError
 
@@ -64,7 +64,7 @@ class ExchangedGather(AllGather):
         if own.untyped_storage()._cdata != input_tensor.untyped_storage()._cdata:
             own.copy_(input_tensor)
         parts = self._parts if input_tensor.nbytes >= LEAST else 1
-        meant: Exchange | None = Exchange("all_gather", output_tensor.nbytes)
+        meant: StandsFor | None = StandsFor("all_gather", output_tensor.nbytes)
         works = []
         for sent, received in zip(input_tensor.tensor_split(parts), other.tensor_split(parts), strict=True):
             splits = [0 if rank == here else len(sent) for rank in range(RANKS)]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from shardwise.distributed.comm_timer import COMM_TIMER
-from shardwise.distributed.exchange import Exchange, begin_exchange
+from shardwise.distributed.exchange import StandsFor, begin_exchange
 from shardwise.errors import ModelError
 
 PART = "exposed_dp"
@@ -78,7 +78,7 @@ class ExchangedSum(ReduceScatter):
             )
         self._pending.finish()
         pieces = torch.empty_like(input_tensor)
-        work = begin_exchange(Exchange("reduce_scatter", input_tensor.nbytes), pieces, input_tensor, group)
+        work = begin_exchange(StandsFor("reduce_scatter", input_tensor.nbytes), pieces, input_tensor, group)
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         self._pending.begin(work, pieces.view(group.size(), -1), input_tensor, output_tensor, divisor)
         if op == dist.ReduceOp.AVG and self._takes_views(input_tensor.dtype):  # a sum is divided at once
