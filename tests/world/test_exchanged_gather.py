@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
 
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.data_parallel.exchanged_gather import PARTS, ExchangedGather, on_one_node
 from shardwise.run.start import start
-from tests.models import decoder
+from shardwise.train.loss import token_loss_sum
+from tests.models import decoder, ragged_batches
 from tests.worlds import run_each, run_world
 
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
@@ -31,7 +33,7 @@ def gathers(parts: int) -> list[str]:
                     part = torch.arange(size).add(100 * rank).to(torch.float32).to(dtype)
                     want = torch.empty(2 * size, dtype=dtype)
                     found = comm.allocate((2 * size,), dtype=dtype, device=part.device)
-                    dist.all_gather_single(want, part)
+                    dist.all_gather(list(want.chunk(2)), part)
                     own = found.narrow(0, rank * size, size) if in_place else torch.empty_like(part)
                     own.copy_(part)
                     with CollectiveRecorder(lambda: "forward") as recorder:
@@ -86,3 +88,29 @@ def test_only_two_ranks_exchange_and_only_the_last_block_stays() -> None:
             assert found == [(kind, freed) for freed in last[strategy]], (world, strategy)
     for found in run_world(kinds, 4, "fsdp"):
         assert found == [(DefaultAllGather, freed) for freed in last["fsdp"]]
+
+
+def swapped(strategy: str) -> list[str]:
+    """Weights that a change by ``model.parameters()`` did not reach, after a forward without gradients between steps."""
+    session = start(strategy, receipts=False)
+    model = decoder()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found: list[dict[str, torch.Tensor]] = []
+    for step in session.steps(ragged_batches(2 * session.ranks.world_size)):
+        for micro in step:
+            step.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
+        step.update(optimizer)
+        found.append({name: p.full_tensor().clone() for name, p in model.named_parameters() if isinstance(p, DTensor)})
+        if len(found) == 1:
+            with torch.no_grad():
+                model(micro.inputs)
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+    session.close()
+    before, after = found
+    assert len(before) == len(after) == len(list(model.parameters()))
+    return [name for name in before if not torch.equal(after[name], 2 * before[name])]
+
+
+def test_a_forward_between_two_steps_leaves_nothing_gathered_that_a_change_of_weights_would_miss() -> None:
+    assert run_each(swapped, 2, [("fsdp",), ("zero2",)]) == [[[], []]] * 2

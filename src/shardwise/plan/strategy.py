@@ -62,7 +62,7 @@ class Strategy(BaseModel):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """Return True where a block's parameters are freed between its forward and its backward."""
+        """Return True where parameters of blocks are freed between forward and backward; see `keeps_last_block`."""
         return self.base in ("fsdp", "hsdp")
 
     @property

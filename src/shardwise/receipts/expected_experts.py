@@ -59,7 +59,7 @@ def expert_data(
     if meshes is None or not units:
         return
     shards, replicas = plan.dims.expert_shards, meshes.data.size() // plan.dims.expert_shards
-    alone = plan.model_copy(update={"dims": ParallelDims(dp_shard=shards, dp_replicate=replicas)})
+    alone = plan.model_copy(update={"dims": ParallelDims(dp_shard=shards, dp_replicate=replicas, pp=plan.dims.pp)})
     last = meshes.data.ndim - 1
     for name, traffic in expected_traffic(spec, alone, micros, units, once=once, calls=calls).items():
         yield f"{name} over {axis(name, ranks(meshes.data, 0 if name == 'all_reduce' else last))}", traffic

@@ -250,7 +250,7 @@ def workload_for(module: nn.Module, table: OptimizerTable, device: DeviceType) -
     return workload.model_copy(update={"optimizer": table.name if table.factory is None else known})
 
 
-def described(config: Config, traced: ModelProfile, workload: Workload) -> ModelProfile:
+def described(config: Config, traced: ModelProfile, *, compiled: bool) -> ModelProfile:
     """Return the profile by which ``plan`` prices the config's model; ``traced`` where that is no other one.
 
     Of a known configuration that is a description without a module, and its times are those that were compared with
@@ -261,11 +261,11 @@ def described(config: Config, traced: ModelProfile, workload: Workload) -> Model
     if model.config is None or model.trained_task != "causal-lm" or model.loss is not None:
         return traced
     try:
-        found = load_profile(model.config, seq_len=config.data.seq_len, compiled=workload.compiled)
+        found = load_profile(model.config, seq_len=config.data.seq_len, compiled=compiled)
     except ShardwiseError:  # train can build what plan cannot describe
         return traced
     if (found.num_parameters, found.num_trainable) != (traced.num_parameters, traced.num_trainable):
-        return traced  # added tokens, frozen weights, adapters
+        return traced  # added tokens, frozen weights
     return with_packed_mask(found) if config.data.pack == "isolated" else found
 
 

@@ -297,7 +297,8 @@ def choose_plan(
         notes = precision_text(choice.plan.precision, cluster, named=named)
         choice = replace(choice, plan=with_options(choice.plan, config), precision=notes)
     if links is not None and profile is not None:
-        choice = _timed_over(links, choice, described(config, profile, workload), workload, cluster)
+        timed = described(config, profile, compiled=workload.compiles(choice.plan))
+        choice = _timed_over(links, choice, timed, workload, cluster)
     check_model(spec, choice.plan)
     check_isolated(config, corpus.kind, module, choice.plan)
     check_generated(config, corpus.kind, choice.plan)

@@ -20,7 +20,7 @@ from shardwise.plan.dims import ParallelDims
 from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.parallel_options import PipelineSchedule
 from shardwise.plan.plan import Plan, Recompute, gathers_fp8
-from shardwise.plan.program import SHARDWISE, Framework, ProgramTraits
+from shardwise.plan.program import OWN, SHARDWISE, Framework, ProgramTraits
 from shardwise.plan.stage_balance import balanced_stages, even_stages
 from shardwise.plan.strategy import Strategy, parse_strategy
 from shardwise.plan.tensor_types import WeightType
@@ -76,6 +76,7 @@ class ShardLayout:
     capacity_factor: float | None = None  # experts compute this many times their mean rows; None: what they get
     balanced: bool = False  # a router that loads all experts alike
     keeps_last: bool = False  # the last block's weights stay gathered from forward to backward
+    in_place: bool = False  # two ranks gather into each other's memory, without a buffer of gloo's
 
     @property
     def shards(self) -> bool:
@@ -258,6 +259,7 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
         whole_experts=dims.ep == 1 and strategy.engine == "torch" and program.zero == "torch" and not flat,
         expert_shards=dims.expert_shards if strategy.shards_parameters else 1,
         keeps_last=keeps_last_block(plan),
+        in_place=plan.program == OWN and strategy.engine == "torch" and dims.dp_shard * dims.cp == 2,
     )
 
 

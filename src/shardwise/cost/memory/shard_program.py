@@ -67,7 +67,7 @@ class ShardWriter(LossWriter):
         moved = [trace.alloc(sum(w.parameters for w in weights), BUFFERS, GATHER)] if layout.offloads else []
         cast = trace.alloc(sum(w.shard_sent for w in weights), BUFFERS, GATHER) if layout.width < FP32 else -1
         output = trace.alloc(sum(w.sent for w in weights), BUFFERS, GATHER)
-        if not layout.is_cuda and layout.shard_ranks > 2:  # gloo gathers into a separate buffer, and two ranks in place
+        if not layout.is_cuda and not layout.in_place:  # gloo gathers into a separate buffer
             self.flat = trace.alloc(sum(w.sent for w in weights), BUFFERS)
         trace.free(cast, *moved)
         return output

@@ -77,14 +77,30 @@ class ExchangedGather(AllGather):
 
 
 def exchange_gathers(root: nn.Module) -> None:
-    """Let the units of ``root`` that two ranks share gather by exchange."""
+    """Let the units of ``root`` that two ranks share gather by exchange; collective.
+
+    The two agree on the number of messages, as a launcher may tell them different things.
+    """
+    parts: dict[str, int] = {}
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
-        group: Any = module._get_fsdp_state()._fsdp_param_group
-        if group is not None and group._all_gather_process_group.size() == RANKS:
-            ranks = dist.get_process_group_ranks(group._all_gather_process_group)
-            module.set_custom_all_gather(ExchangedGather(1 if on_one_node(ranks) else PARTS))
+        unit: Any = module._get_fsdp_state()._fsdp_param_group
+        if unit is None or unit._all_gather_process_group.size() != RANKS:
+            continue
+        group = unit._all_gather_process_group
+        if group.group_name not in parts:
+            parts[group.group_name] = _agreed(1 if on_one_node(dist.get_process_group_ranks(group)) else PARTS, group)
+        module.set_custom_all_gather(ExchangedGather(parts[group.group_name]))
+
+
+def _agreed(parts: int, group: dist.ProcessGroup) -> int:
+    """The larger of both ranks' ``parts``; a fake group's own."""
+    if dist.get_backend(group) == "fake":
+        return parts
+    found = torch.tensor(parts)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return int(found)
 
 
 def on_one_node(ranks: Sequence[int]) -> bool:

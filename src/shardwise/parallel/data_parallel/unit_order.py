@@ -92,6 +92,7 @@ class UnitOrder:
         root.forward = functools.wraps(root.forward)(functools.partial(with_named_error, root.forward))
         root.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own hooks, which gather and free
         root.register_forward_hook(self._end, prepend=True)
+        root.register_forward_hook(self._let_go)  # after FSDP2's own
         own = next((unit for unit in self.units if unit.module is root), None)
         if own is not None:
             for module in {id(p._module_info.module): p._module_info.module for p in own.group.fsdp_params}.values():
@@ -317,6 +318,17 @@ class UnitOrder:
         if now.has_backward:
             self._ended.append(now)
         self._now = None
+
+    def _let_go(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Free what a forward without a backward, between two steps, left gathered.
+
+        Whoever then changes weights by ``model.parameters()`` would change the gathered copies, which are dropped.
+        """
+        if torch.is_grad_enabled() or self._in_step or self._ended or backward_runs():
+            return
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                free_gathered(part)
 
     def _learn(self, now: Pass) -> None:
         """Store the order that all ranks followed in this pass, with units that no rank entered."""
