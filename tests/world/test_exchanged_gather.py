@@ -91,7 +91,7 @@ def test_only_two_ranks_exchange_and_only_the_last_block_stays() -> None:
 
 
 def swapped(strategy: str) -> list[str]:
-    """Weights that a change by ``model.parameters()`` did not reach, after a forward without gradients between steps."""
+    """Weights that a change by ``model.parameters()`` misses, after a forward without gradients between two steps."""
     session = start(strategy, receipts=False)
     model = decoder()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
