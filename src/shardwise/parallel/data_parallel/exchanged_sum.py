@@ -8,7 +8,7 @@ computes, and its sum is taken when the next exchange begins, or the backward en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from shardwise.distributed.comm_timer import COMM_TIMER
@@ -53,15 +54,11 @@ class Pending:
             total.div_(self._divisor)
 
 
-class ExchangedSum(ReduceScatter):
+class ExchangedSum(DefaultAllocMixin, ReduceScatter):
     """The reduce-scatter of one FSDP2 unit."""
 
     def __init__(self, unit: Any, pending: Pending) -> None:
         self._unit, self._pending = unit, pending
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a buffer of FSDP2's."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
