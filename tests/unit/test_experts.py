@@ -27,8 +27,9 @@ from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
 from shardwise.plan.program import SHARDWISE, find_program
 from shardwise.plan.strategy import parse_strategy
-from shardwise.plan.traffic import sent_bytes
+from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.receipts.expected_experts import experts_alone
 from shardwise.report.plan_json import document
 from shardwise.search.search import search
 
@@ -389,3 +390,12 @@ def test_parameters_of_experts_are_stepped_by_the_ranks_that_have_them():
     held = optimizer_bytes(stage_pieces(model, layout, 0), layout, workload)
     experts = sum(w.num_elements * u.count for u in model.units for w in u.weights if w.experts)
     assert held is not None and held >= experts * 8 / 16  # each of 8 groups of 2 ranks has an eighth of them
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("fsdp+ep2", 1), ("fsdp+pp2+ep2", 0)])
+def test_the_ranks_of_an_expert_keep_the_last_block_as_all_ranks_do(strategy: str, kept: int):
+    """Without its stages, a plan would expect that the last expert layer of each one stays gathered."""
+    plan = Plan(strategy=strategy, dims=dims_for(parse_strategy(strategy), 8), device="cpu")
+    alone = experts_alone(plan, plan.dims.dp * plan.dims.cp // plan.dims.ep)
+    assert data_traffic(plan).kept == data_traffic(alone).kept == kept
+    assert alone.dims.dp * plan.dims.ep == plan.dims.dp

@@ -13,6 +13,7 @@ from shardwise.cost.memory.expert_shards import held_shape
 from shardwise.measure.collectives import Axes
 from shardwise.model.facts import ModelSpec, ParameterSpec
 from shardwise.plan.dims import ParallelDims
+from shardwise.plan.plan import Plan
 from shardwise.receipts.expected import Range, Traffic, Unit, UnitCalls, expected_traffic
 from shardwise.train.session import Session
 
@@ -58,11 +59,16 @@ def expert_data(
     meshes, plan, units = session.applied.experts, session.plan, expert_units(session, spec)
     if meshes is None or not units:
         return
-    shards, replicas = plan.dims.expert_shards, meshes.data.size() // plan.dims.expert_shards
-    alone = plan.model_copy(update={"dims": ParallelDims(dp_shard=shards, dp_replicate=replicas, pp=plan.dims.pp)})
-    last = meshes.data.ndim - 1
+    alone, last = experts_alone(plan, meshes.data.size()), meshes.data.ndim - 1
     for name, traffic in expected_traffic(spec, alone, micros, units, once=once, calls=calls).items():
         yield f"{name} over {axis(name, ranks(meshes.data, 0 if name == 'all_reduce' else last))}", traffic
+
+
+def experts_alone(plan: Plan, number: int) -> Plan:
+    """Return the plan as the ``number`` of ranks with the same experts run it: its stages, without other axes."""
+    shards = plan.dims.expert_shards
+    dims = ParallelDims(dp_shard=shards, dp_replicate=number // shards, pp=plan.dims.pp)
+    return plan.model_copy(update={"dims": dims})
 
 
 def ranks(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
