@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
+from shardwise.errors import UserError
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.data_parallel.exchanged_gather import PARTS, ExchangedGather, on_one_node
 from shardwise.run.start import start
@@ -90,12 +91,13 @@ def test_only_two_ranks_exchange_and_only_the_last_block_stays() -> None:
         assert found == [(DefaultAllGather, freed) for freed in last["fsdp"]]
 
 
-def swapped(strategy: str) -> list[str]:
-    """Weights of blocks that a change of ``model.parameters()`` misses, after a forward without gradients."""
+def swapped(strategy: str, how: str) -> list[str]:
+    """What goes wrong where a user changes weights after a forward without gradients between two steps."""
     session = start(strategy, receipts=False)
     model = decoder()
     model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     found: list[dict[str, torch.Tensor]] = []
+    wrong: list[str] = []
     for step in session.steps(ragged_batches(2 * session.ranks.world_size)):
         for micro in step:
             step.backward(token_loss_sum(model(micro.inputs), micro.labels), count=micro.num_tokens)
@@ -103,14 +105,55 @@ def swapped(strategy: str) -> list[str]:
         found.append({name: p.full_tensor().clone() for name, p in model.named_parameters() if isinstance(p, DTensor)})
         if len(found) == 1:
             with torch.no_grad():
-                model(micro.inputs)
-                for parameter in model.parameters():
-                    parameter.mul_(2)
+                wrong += changes[how](model, optimizer, micro.inputs)
     session.close()
     before, after = found
     assert len(before) == len(after) == len(list(model.parameters()))
-    return [name for name in before if "blocks." in name and not torch.equal(after[name], 2 * before[name])]
+    times = 1 if how == "a gathered copy" else 2
+    return wrong + [name for name in before if not torch.equal(after[name], times * before[name])]
 
 
-def test_a_forward_between_two_steps_leaves_no_block_gathered_that_a_change_of_weights_would_miss() -> None:
-    assert run_each(swapped, 2, [("fsdp",), ("zero2",)]) == [[[], []]] * 2
+def by_parameters(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    model(inputs)
+    for parameter in model.parameters():
+        parameter.mul_(2)
+    return []
+
+
+def by_data(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    """Past the version of a tensor."""
+    model(inputs)
+    for _, parameter in model.named_parameters():
+        parameter.data.mul_(2)
+    return []
+
+
+def by_the_optimizer(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    """Shards, while copies of some are gathered: the next forward must not take these."""
+    model(inputs)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.mul_(2)
+    logits = model(inputs)
+    model.reshard()
+    return [] if torch.equal(logits, model(inputs)) else ["the next forward takes old weights"]
+
+
+def by_a_gathered_copy(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    logits = model(inputs)
+    model.head.weight.mul_(2)
+    with pytest.raises(UserError, match=r"changed in place .* \(head.weight\)"):
+        model(inputs)
+    return [] if torch.equal(logits, model(inputs)) else ["a refused change lives on"]
+
+
+changes = {
+    "parameters": by_parameters,
+    "data": by_data,
+    "shards": by_the_optimizer,
+    "a gathered copy": by_a_gathered_copy,
+}
+
+
+def test_a_change_of_weights_after_a_forward_between_two_steps_is_made_or_refused() -> None:
+    cases = [(strategy, how) for strategy in ("fsdp", "zero2") for how in changes]
+    assert dict(zip(cases, run_each(swapped, 2, cases), strict=True)) == {case: [[], []] for case in cases}

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ModelError, UserError
 from shardwise.model.read import clean_name
+from shardwise.parallel.data_parallel.left_gathered import LeftGathered
 from shardwise.parallel.data_parallel.unit_forwards import (
     FsdpUnit,
     OrderEntry,
@@ -92,8 +93,8 @@ class UnitOrder:
         root.forward = functools.wraps(root.forward)(functools.partial(with_named_error, root.forward))
         root.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own hooks, which gather and free
         root.register_forward_hook(self._end, prepend=True)
-        root.register_forward_hook(self._let_go)  # after FSDP2's own
         own = next((unit for unit in self.units if unit.module is root), None)
+        self._left_gathered = LeftGathered(root, own, self._is_idle)
         if own is not None:
             for module in {id(p._module_info.module): p._module_info.module for p in own.group.fsdp_params}.values():
                 if module is not root:
@@ -230,6 +231,7 @@ class UnitOrder:
         if trains and any(u.state._state_ctx.post_backward_final_callback_queued for u in self.units[:1]):
             raise UserError(CUT_OFF)
         self._free_cut()
+        self._left_gathered.check()
         self._passes += 1
         self._now = Pass(self._passes, trains, learns=trains not in self._orders)
         for unit in self.units:
@@ -319,17 +321,9 @@ class UnitOrder:
             self._ended.append(now)
         self._now = None
 
-    def _let_go(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the blocks that a forward without a backward, between two steps, left gathered.
-
-        Whoever then changes weights by ``model.parameters()`` would change the gathered copies, which are dropped. The
-        root's stay, as FSDP2 leaves them: a loss in chunks reads the head after the forward.
-        """
-        if torch.is_grad_enabled() or self._in_step or self._ended or backward_runs():
-            return
-        for part in module.modules():
-            if isinstance(part, FSDPModule) and part is not module:
-                free_gathered(part)
+    def _is_idle(self) -> bool:
+        """Return whether neither a step nor a forward or backward runs."""
+        return not (self._in_step or self._now is not None or self._ended or backward_runs())
 
     def _learn(self, now: Pass) -> None:
         """Store the order that all ranks followed in this pass, with units that no rank entered."""
