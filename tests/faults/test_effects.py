@@ -188,7 +188,7 @@ def sabotage_optimizer_dtype(strategy: str) -> list[str]:
 
 def sabotage_whole_optimizer(strategy: str) -> list[str]:
     """ZeRO-1 was asked for, and each rank keeps the whole optimizer state."""
-    apply_module.shard_optimizer = lambda optimizer: optimizer
+    apply_module.shard_optimizer = lambda optimizer, memory: optimizer
     return run(strategy, 1, "plain")
 
 

@@ -1,4 +1,4 @@
-"""All-to-all that stands for a reduce-scatter or an all-gather, or for a part of one, and how a recorder can tell."""
+"""All-to-all that stands for another collective, or for a part of one, and how a recorder can tell."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ if TYPE_CHECKING:
 
 
 class StandsFor(NamedTuple):
-    """The collective that an all-to-all stands for, and the bytes of its full tensor."""
+    """The collective that an all-to-all stands for, and the bytes of its full tensor.
 
-    name: Literal["reduce_scatter", "all_gather"]
+    ``dtype``: of that tensor, where another is sent.
+    """
+
+    name: Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
     num_bytes: int
+    dtype: torch.dtype | None = None
 
 
 _now: list[StandsFor | None] = []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.environment import rendezvous
+from shardwise.errors import UserError
 from shardwise.plan.dims import ParallelDims
 
 Ints = npt.NDArray[np.int64]
@@ -51,3 +54,12 @@ def counted_once(dims: ParallelDims) -> tuple[Ints, Ints]:
     places = places_of(dims)
     parts = (places.tp == 0) & (places.pp == 0)
     return parts.nonzero()[0], (parts & (places.cp == 0)).nonzero()[0]
+
+
+def on_one_node(ranks: Sequence[int]) -> bool:
+    """Whether ``ranks`` share a node by what the launcher says; where it says nothing, they are taken to."""
+    try:
+        place = rendezvous()
+    except UserError:  # a group that the user's own code made
+        place = None
+    return place is None or len({rank // place.local_world_size for rank in ranks}) == 1

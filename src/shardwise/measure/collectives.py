@@ -100,7 +100,7 @@ class CollectiveRecorder(TorchDispatchMode):
             field, position = _OPERATORS.get(name) or own.get(name, ("", 0))
             if is_exchange(name):
                 if (meant := exchange_now()) is not None:
-                    self._add(meant.name, meant.num_bytes, args[1].dtype, lambda: _group_of(args))
+                    self._add(meant.name, meant.num_bytes, meant.dtype or args[1].dtype, lambda: _group_of(args))
             elif field:
                 self._note(field, _tensors(args[position]), lambda: _group_of(args), 1)
         elif func.namespace == "_c10d_functional" and self._axes is not None and name in _FUNCTIONAL:

@@ -30,7 +30,7 @@ from shardwise.parallel.activation_offload import SavedOnHost, save_on_host
 from shardwise.parallel.chunked_loss import apply_loss_chunks
 from shardwise.parallel.compile import apply_compile, overlap_tensor_parallel
 from shardwise.parallel.context_parallel.attention import apply_context
-from shardwise.parallel.data_parallel.ddp import apply_replicate, shard_optimizer
+from shardwise.parallel.data_parallel.ddp import Replicated, apply_replicate, shard_optimizer
 from shardwise.parallel.data_parallel.fsdp import apply_shard, gather_ahead, overlap_over_gloo, shard_unit
 from shardwise.parallel.data_parallel.unit_order import keep_order
 from shardwise.parallel.decide import Decision, check_model, decide, refuse_renorm, with_stages
@@ -302,7 +302,8 @@ def apply_to_optimizer(
         optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=begin).state)
     if replaced is not None:
         optimizer = replaced(optimizer, plan, {id(p): name for name, p in live.items()})
-    return shard_optimizer(optimizer) if shards_state else optimizer
+    memory = applied.outer.memory if isinstance(applied.outer, Replicated) else None
+    return shard_optimizer(optimizer, memory) if shards_state else optimizer
 
 
 def _drop_fresh_sums(optimizer: Optimizer) -> bool:

@@ -80,7 +80,8 @@ def expected_traffic(
     traffic = {"all_reduce": Traffic(None, (reduced + used, reduced + used))}
     if plan.parsed.base == "zero1":
         alone = sum(p.num_elements * p.itemsize > ZERO1_TOGETHER for p in trained)
-        traffic["broadcast"] = Traffic((alone + (alone < number), number), (stepped, stepped))
+        fewest = 1 if plan.device == "cpu" else alone + (alone < number)  # all at once through shared memory
+        traffic["broadcast"] = Traffic((fewest, number), (stepped, stepped))
     return traffic
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.distributed.places import on_one_node
+from shardwise.distributed.shared_memory import SharedMemory, share_memory
 from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import reduced_dtype
+
+SHARING_RANKS = 4
+"""Ranks that reduce through shared memory, at most: each reads what all have."""
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -39,9 +44,9 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
     outer.syncs_buffers = bool(spec.batch_norms)
-    sent = reduction_dtype(spec, plan)
-    if sent is not None:
-        outer.reduction = BucketReduction(sent)
+    sent, outer.memory = reduction_dtype(spec, plan), memory_of_node(device)
+    if sent is not None or outer.memory is not None:
+        outer.reduction = BucketReduction(sent, outer.memory)
         outer.register_comm_hook(outer.reduction, lambda how, bucket: how(bucket))  # DDP reads annotations
     return outer
 
@@ -54,19 +59,32 @@ def reduction_dtype(spec: ModelSpec, plan: Plan) -> torch.dtype | None:
     return found
 
 
+def memory_of_node(device: torch.device) -> SharedMemory | None:
+    """Return the memory that all ranks share, if they are few and of one machine's CPUs; collective."""
+    world, ranks = dist.group.WORLD, dist.get_world_size()
+    if world is None or device.type != "cpu" or dist.get_backend() != "gloo" or ranks > SHARING_RANKS:
+        return None
+    return share_memory(world, may=on_one_node(range(ranks)))
+
+
 @dataclass
 class BucketReduction:
-    """Adds up DDP's buckets in another type than their own: the mean is taken before, and the sum is cast back.
+    """Adds up DDP's buckets in another type than their own, through memory that ranks share, or both.
 
-    ``waits``: the bucket is given back at once, as where no other rank answers.
+    The mean is taken before, and the sum is cast back. What is shared is reduced after the last gradient: while a rank
+    computes, none of it would be faster. ``waits``: the bucket is given back at once, as where no other rank answers.
     """
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    memory: SharedMemory | None = None
     waits: bool = False
+    _ready: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Begin the reduction of one bucket."""
         own = bucket.buffer()
+        if self.memory is not None:
+            return self._share(own, self.memory, last=bucket.is_last())
         sent = own.to(self.dtype).div_(dist.get_world_size())
         if self.waits:
             dist.all_reduce(sent)
@@ -75,6 +93,19 @@ class BucketReduction:
             return done
         work = dist.all_reduce(sent, async_op=True).get_future()
         return work.then(lambda done: own.copy_(done.value()[0]))
+
+    def _share(self, own: torch.Tensor, memory: SharedMemory, *, last: bool) -> torch.futures.Future[torch.Tensor]:
+        reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._ready.append((own, reduced))
+        if last:
+            ready, self._ready = self._ready, []
+            for bucket, done in ready:
+                sent = bucket if self.dtype is None else bucket.to(self.dtype)
+                memory.mean(sent)
+                if sent is not bucket:
+                    bucket.copy_(sent)
+                done.set_result(bucket)
+        return reduced
 
 
 class Replicated(DistributedDataParallel):
@@ -87,6 +118,7 @@ class Replicated(DistributedDataParallel):
     forwards = 0
     syncs_buffers = False
     reduction: BucketReduction | None = None
+    memory: SharedMemory | None = None
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -162,12 +194,12 @@ def _buffer_option(*, sync: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sync}
 
 
-def shard_optimizer(optimizer: Optimizer) -> Optimizer:
+def shard_optimizer(optimizer: Optimizer, memory: SharedMemory | None = None) -> Optimizer:
     """Shard the optimizer's state over the ranks by full parameters.
 
     Each rank steps the parameters that are assigned to it to balance them, and broadcasts them. A parameter is never
     split, so the largest one limits the balance. Frozen parameters are left out: they would be broadcast needlessly. A
-    single rank keeps its optimizer.
+    single rank keeps its optimizer. Ranks that share ``memory`` send through it.
     """
     if dist.get_world_size() == 1:
         return optimizer
@@ -186,6 +218,8 @@ def shard_optimizer(optimizer: Optimizer) -> Optimizer:
     for group in optimizer.param_groups:
         groups.append({**group, "params": [p for p in group["params"] if p.requires_grad]})  # custom keys, too
     try:
-        return ShardedOptimizer(groups, kind, **defaults)
+        made = ShardedOptimizer(groups, kind, **defaults)
     except (TypeError, ValueError) as error:
         raise ModelError(f"zero1 cannot build {kind.__name__} from its defaults ({error}); use fsdp or ddp") from None
+    made.memory = memory
+    return made

@@ -18,8 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from shardwise.distributed.exchange import StandsFor, begin_exchange
-from shardwise.environment import rendezvous
-from shardwise.errors import UserError
+from shardwise.distributed.places import on_one_node
 
 RANKS = 2
 PARTS = 2
@@ -98,12 +97,3 @@ def _agreed(parts: int, group: dist.ProcessGroup) -> int:
     found = torch.tensor(parts)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return int(found)
-
-
-def on_one_node(ranks: Sequence[int]) -> bool:
-    """Whether ``ranks`` share a node by what the launcher says; where it says nothing, they are taken to."""
-    try:
-        place = rendezvous()
-    except UserError:  # a group that the user's own code made
-        place = None
-    return place is None or len({rank // place.local_world_size for rank in ranks}) == 1
