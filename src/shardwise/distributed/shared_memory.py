@@ -13,7 +13,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -43,17 +43,17 @@ class SharedMemory:
         self._counts = [memoryview(one)[SLOTS * PIECE :].cast("q") for one in maps]
         self._rank, self._count = group.rank(), 0
 
-    def mean(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous ``tensor`` by its mean over all ranks, which is the same on all of them to the bit.
+    def mean(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace contiguous ``tensors`` by their means over all ranks, which are the same on all of them to the bit.
 
         Each divides its own first, as DDP does; then they are added in the order of ranks.
 
         Raises:
             RuntimeError: a rank has ended, does not come within the group's time limit, or has another size.
         """
-        self._meet(StandsFor("all_reduce", tensor.nbytes, tensor.dtype))
+        self._meet(StandsFor("all_reduce", sum(one.nbytes for one in tensors), tensors[0].dtype))
         ranks = self.group.size()
-        for piece in tensor.view(-1).split(PIECE // tensor.element_size()):
+        for piece in chain.from_iterable(one.view(-1).split(PIECE // one.element_size()) for one in tensors):
             torch.mul(piece, 1 / ranks, out=self._slot(piece.nbytes).view(piece.dtype))
             first, second, *others = (one.view(piece.dtype) for one in self._swap(piece.nbytes))
             torch.add(first, second, out=piece)

@@ -23,6 +23,7 @@ TENSOR_COLLECTIVES = 8  # an all-gather or reduce-scatter before and after atten
 DISPATCHES = 4  # of the copies of tokens to experts and back: forward, and both again in backward
 REPEATED_DISPATCHES = 2  # once more with recompute: results are weighed where they come back, so both run again
 ZERO1_TOGETHER = 1 << 17  # bytes; zero1 broadcasts a rank's weights up to this together, and larger ones alone: no copy
+SHARING_RANKS = 4  # CPU ranks that share memory, at most: each reads what all have
 ZERO1_MESSAGE = 1 << 20  # bytes of weights that are broadcast together, at most
 EXCHANGES = 2  # of tokens for heads and back around an attention: once forward, once backward
 
@@ -72,6 +73,16 @@ def keeps_last_block(plan: Plan) -> bool:
     strategy = plan.parsed
     sharded = strategy.reshards_after_forward and strategy.engine == "torch"
     return sharded and plan.device == "cpu" and plan.dims.pp == 1 and plan.program == OWN
+
+
+def shares_memory(plan: Plan, ranks_per_node: int) -> bool:
+    """Whether replicated gradients and zero1's weights go through memory that CPU ranks of one machine share.
+
+    `shardwise.distributed.shared_memory` says where; a plan does not know whether the machine has what that needs.
+    """
+    few = 1 < plan.dims.world_size <= min(SHARING_RANKS, ranks_per_node) and not plan.dims.splits_model
+    replicated = plan.parsed.base in ("ddp", "zero1") and plan.parsed.engine == "torch"
+    return few and replicated and plan.device == "cpu" and plan.program == OWN
 
 
 def gathers_of(plan: Plan) -> int:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from shardwise.cost.time.machine import Machine, Rates
 from shardwise.model.profile import ModelProfile
-from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
-from shardwise.plan.strategy import Strategy
-from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER
+from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER, shares_memory
 
 # Calls (`Rates.launch_s`) of a step, of each trained tensor, of each broadcast of ZeRO-1, in a micro batch of FSDP2
 # around a unit and of a pipeline around its stage.
 CPU_STEP_CALLS, CPU_TENSOR_CALLS, CPU_BROADCAST_CALLS, CPU_UNIT_CALLS, CPU_STAGE_CALLS = 400.0, 8.0, 25.0, 350.0, 200.0
+# Of gloo's all_reduce of two ranks, and of its all_gather, what it takes through shared memory (8 and 16 MiB, two cores
+# of an Intel Xeon, torch 2.13).
+SHARED_REDUCE, SHARED_GATHER = 0.42, 0.25
 FIRST_BUCKET, BUCKET = 2.0**20, 25 * 2.0**20  # bytes of DDP's buckets, by default
 SPREAD_CPU = (0.85, 1.3)  # the middle 80 % of measured over predicted steps of `benchmarks/choice`, which were seen
 
@@ -31,7 +33,8 @@ def cpu_host_s(machine: Machine, rates: Rates, profile: ModelProfile, plan: Plan
     calls = CPU_STEP_CALLS + tensors * CPU_TENSOR_CALLS
     waits = _agreement_s(machine, plan)
     if strategy.base == "zero1" and plan.dims.dp * plan.dims.cp > 1:
-        number = _broadcasts(profile, plan.dims.dp * plan.dims.cp)
+        shared = shares_memory(plan, machine.cluster.devices_per_node)
+        number = 1.0 if shared else _broadcasts(profile, plan.dims.dp * plan.dims.cp)
         calls += CPU_BROADCAST_CALLS * number
         waits += number * _delay_s(machine, plan)  # there and back (gloo waits for the receiver), two at a time
     each = CPU_STAGE_CALLS if pp > 1 else 0.0
@@ -82,14 +85,27 @@ def _broadcasts(profile: ModelProfile, ranks: int) -> float:
     return alone + ranks * math.ceil(small / ranks / ZERO1_MESSAGE)
 
 
-def ddp_buckets(
-    machine: Machine, strategy: Strategy, dims: ParallelDims
-) -> tuple[Callable[[float], float], float, float] | None:
+def shared_s(machine: Machine, plan: Plan, kind: Literal["all_reduce", "all_gather"], message_bytes: float) -> float:
+    """Seconds of a collective through shared memory: as a part of gloo's own, which was measured.
+
+    2 ranks were within 30 % of it from 1 to 16 MiB, and 4 on the same two cores 16 to 30 % slower.
+    """
+    ranks, per_node = plan.dims.world_size, machine.cluster.devices_per_node
+    message = machine.collective_s("all_reduce", 8.0, ranks, per_node)
+    part = SHARED_REDUCE * (ranks + 2) / 4 if kind == "all_reduce" else SHARED_GATHER
+    return message + part * machine.collective_s(kind, message_bytes, ranks, per_node)
+
+
+def ddp_buckets(machine: Machine, plan: Plan) -> tuple[Callable[[float], float], float, float] | None:
     """Return the seconds of DDP's buckets of so many bytes, and the sizes of the first and of the others.
 
-    None of sharded gradients, and of a GPU, where the units of large models stand for buckets.
+    None of sharded gradients, and of a GPU, where the units of large models stand for buckets. What goes through shared
+    memory is reduced at the end.
     """
+    strategy, dims = plan.parsed, plan.dims
     if machine.rates is None or strategy.base not in ("ddp", "zero1"):
         return None
+    if shares_memory(plan, machine.cluster.devices_per_node):
+        return lambda size: shared_s(machine, plan, "all_reduce", size), math.inf, math.inf
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
     return lambda size: machine.collective_s("all_reduce", size, ranks, inner), FIRST_BUCKET, BUCKET

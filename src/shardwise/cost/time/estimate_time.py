@@ -326,7 +326,7 @@ def _stages(
         contention=rates.contention if rates is not None else CONTENTION,
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
         gathers_ahead=rates is None,
-        buckets=ddp_buckets(machine, parsed, dims) if wires.copies != "units" else None,
+        buckets=ddp_buckets(machine, plan) if wires.copies != "units" else None,
         keeps_last=wires.keeps_last,
     )
     number = len(model.units)

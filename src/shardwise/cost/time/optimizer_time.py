@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 
 from shardwise.cost.memory.offloaded_activations import offloaded_activations
+from shardwise.cost.time.cpu_time import shared_s
 from shardwise.cost.time.layer_time import COMPUTE_BYTES, UnitElements
 from shardwise.cost.time.machine import Machine
 from shardwise.errors import PlanError
@@ -26,7 +27,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.plan import Plan
 from shardwise.plan.strategy import Strategy
-from shardwise.plan.traffic import gathers_of, weight_uses
+from shardwise.plan.traffic import gathers_of, shares_memory, weight_uses
 from shardwise.plan.workload import Workload
 
 MASTER_BYTES = 4  # weights at rest, gradients and their reduction are fp32
@@ -76,7 +77,10 @@ def update_s(
     after = 0.0
     if shards_state:
         sent = width if distributed or plan.weights != "fp32" else MASTER_BYTES
-        after = machine.collective_s("all_gather", sent * trainable, ranks, inner)
+        if machine.rates is not None and shares_memory(plan, machine.cluster.devices_per_node):
+            after = shared_s(machine, plan, "all_gather", sent * trainable)
+        else:
+            after = machine.collective_s("all_gather", sent * trainable, ranks, inner)
         outside = max(1, machine.cluster.devices_per_node // dims.ep)
         after += machine.collective_s("all_gather", sent * experts, dims.expert_shards, outside) if experts else 0.0
     held = trainable / shards + experts / (dims.expert_shards if strategy.shards_parameters and not partitions else 1)

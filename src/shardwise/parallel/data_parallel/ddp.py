@@ -20,9 +20,7 @@ from shardwise.errors import ModelError
 from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import reduced_dtype
-
-SHARING_RANKS = 4
-"""Ranks that reduce through shared memory, at most: each reads what all have."""
+from shardwise.plan.traffic import SHARING_RANKS
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -99,11 +97,12 @@ class BucketReduction:
         self._ready.append((own, reduced))
         if last:
             ready, self._ready = self._ready, []
+            buckets = [bucket for bucket, _ in ready]
+            sent = buckets if self.dtype is None else [bucket.to(self.dtype) for bucket in buckets]
+            memory.mean(sent)
+            if sent is not buckets:
+                torch._foreach_copy_(buckets, sent)
             for bucket, done in ready:
-                sent = bucket if self.dtype is None else bucket.to(self.dtype)
-                memory.mean(sent)
-                if sent is not bucket:
-                    bucket.copy_(sent)
                 done.set_result(bucket)
         return reduced
 
