@@ -80,7 +80,7 @@ def shares_memory(plan: Plan, ranks_per_node: int) -> bool:
 
     `shardwise.distributed.shared_memory` says where; a plan does not know whether the machine has what that needs.
     """
-    few = 1 < plan.dims.world_size <= min(SHARING_RANKS, ranks_per_node) and not plan.dims.splits_model
+    few = 1 < plan.dims.world_size <= min(SHARING_RANKS, ranks_per_node) and plan.dims.tp * plan.dims.pp == 1
     replicated = plan.parsed.base in ("ddp", "zero1") and plan.parsed.engine == "torch"
     return few and replicated and plan.device == "cpu" and plan.program == OWN
 

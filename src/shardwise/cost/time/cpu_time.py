@@ -85,27 +85,27 @@ def _broadcasts(profile: ModelProfile, ranks: int) -> float:
     return alone + ranks * math.ceil(small / ranks / ZERO1_MESSAGE)
 
 
-def shared_s(machine: Machine, plan: Plan, kind: Literal["all_reduce", "all_gather"], message_bytes: float) -> float:
+def shared_s(machine: Machine, ranks: int, kind: Literal["all_reduce", "all_gather"], message_bytes: float) -> float:
     """Seconds of a collective through shared memory: as a part of gloo's own, which was measured.
 
     2 ranks were within 30 % of it from 1 to 16 MiB, and 4 on the same two cores 16 to 30 % slower.
     """
-    ranks, per_node = plan.dims.world_size, machine.cluster.devices_per_node
-    message = machine.collective_s("all_reduce", 8.0, ranks, per_node)
+    message = machine.collective_s("all_reduce", 8.0, ranks, ranks)
     part = SHARED_REDUCE * (ranks + 2) / 4 if kind == "all_reduce" else SHARED_GATHER
-    return message + part * machine.collective_s(kind, message_bytes, ranks, per_node)
+    return message + part * machine.collective_s(kind, message_bytes, ranks, ranks)
 
 
-def ddp_buckets(machine: Machine, plan: Plan) -> tuple[Callable[[float], float], float, float] | None:
+def ddp_buckets(
+    machine: Machine, strategy: Strategy, dims: ParallelDims, *, shared: bool
+) -> tuple[Callable[[float], float], float, float] | None:
     """Return the seconds of DDP's buckets of so many bytes, and the sizes of the first and of the others.
 
-    None of sharded gradients, and of a GPU, where the units of large models stand for buckets. What goes through shared
+    None of sharded gradients, and of a GPU, where the units of large models stand for buckets. What goes through ``shared``
     memory is reduced at the end.
     """
-    strategy, dims = plan.parsed, plan.dims
     if machine.rates is None or strategy.base not in ("ddp", "zero1"):
         return None
-    if shares_memory(plan, machine.cluster.devices_per_node):
-        return lambda size: shared_s(machine, plan, "all_reduce", size), math.inf, math.inf
+    if shared:
+        return lambda size: shared_s(machine, dims.world_size, "all_reduce", size), math.inf, math.inf
     ranks, inner = dims.dp * dims.cp, max(1, machine.cluster.devices_per_node // dims.tp)
     return lambda size: machine.collective_s("all_reduce", size, ranks, inner), FIRST_BUCKET, BUCKET

@@ -49,7 +49,7 @@ from shardwise.plan.objective import Reference
 from shardwise.plan.plan import Plan, gathers_fp8, products
 from shardwise.plan.program import Framework, ProgramTraits
 from shardwise.plan.strategy import Strategy, parse_strategy
-from shardwise.plan.traffic import keeps_last_block
+from shardwise.plan.traffic import keeps_last_block, shares_memory
 from shardwise.plan.workload import Workload
 
 __all__ = ["Rates", "step_time"]
@@ -78,7 +78,8 @@ class Wires:
     ``width``, ``reduced`` and ``stored`` are bytes of an element: computed with, of a reduced gradient, at rest.
     ``zero`` is the layout of zero1 and 2. ``scatters``: zero1 reduces as Megatron-LM's distributed optimizer does.
     ``recasts``: recompute casts weights again. ``fp8``: products of blocks cast their weights themselves;
-    ``gathers_fp8``: and shards are gathered so. ``keeps_last``: see `keeps_last_block`.
+    ``gathers_fp8``: and shards are gathered so. ``keeps_last``, ``shared``: see `keeps_last_block` and
+    `shares_memory`.
     """
 
     copies: Copies
@@ -91,6 +92,7 @@ class Wires:
     fp8: bool = False
     gathers_fp8: bool = False
     keeps_last: bool = False
+    shared: bool = False
 
     def partitions(self, base: str) -> bool:
         """Return whether ``base`` is DeepSpeed's ZeRO-2: full weights, partitioned gradients."""
@@ -121,7 +123,7 @@ def step_time(
     framework = framework_of(strategy, program.modules)
     split = _split(plan, workload, framework)
     key, where = Same(profile), Same(cluster)
-    wires = _wires(plan, strategy, program, megatron=split.hides_reduction)
+    wires = _wires(plan, strategy, program, cluster.devices_per_node, megatron=split.hides_reduction)
     layers = None if plan.recompute_layers is None else plan.recompute_layers * plan.virtual_stages
     placed = rank_blocks(profile, layout_of(plan, program)) if plan.dims.pp > 1 else ((profile.num_blocks,), 0)
     options = (_waits(plan), wires, plan.async_tp, layers, *placed)
@@ -206,7 +208,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
     )
 
 
-def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: bool) -> Wires:
+def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, ranks_per_node: int, *, megatron: bool) -> Wires:
     return Wires(
         _copies(plan, strategy, program, megatron=megatron),
         COMPUTE_BYTES[plan.precision],
@@ -218,6 +220,7 @@ def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, *, megatron: 
         fp8=plan.fp8 != "none",
         gathers_fp8=gathers_fp8(plan),
         keeps_last=keeps_last_block(plan),
+        shared=shares_memory(plan, ranks_per_node),
     )
 
 
@@ -326,7 +329,7 @@ def _stages(
         contention=rates.contention if rates is not None else CONTENTION,
         tp_share=1.0 - ASYNC_TP_HIDES if async_tp else 1.0,
         gathers_ahead=rates is None,
-        buckets=ddp_buckets(machine, plan) if wires.copies != "units" else None,
+        buckets=ddp_buckets(machine, parsed, dims, shared=wires.shared) if wires.copies != "units" else None,
         keeps_last=wires.keeps_last,
     )
     number = len(model.units)

@@ -78,7 +78,7 @@ def update_s(
     if shards_state:
         sent = width if distributed or plan.weights != "fp32" else MASTER_BYTES
         if machine.rates is not None and shares_memory(plan, machine.cluster.devices_per_node):
-            after = shared_s(machine, plan, "all_gather", sent * trainable)
+            after = shared_s(machine, ranks, "all_gather", sent * trainable)
         else:
             after = machine.collective_s("all_gather", sent * trainable, ranks, inner)
         outside = max(1, machine.cluster.devices_per_node // dims.ep)
