@@ -13,7 +13,9 @@ from typing import Literal
 
 from shardwise.cost.time.machine import Machine, Rates
 from shardwise.model.profile import ModelProfile
+from shardwise.plan.dims import ParallelDims
 from shardwise.plan.plan import Plan
+from shardwise.plan.strategy import Strategy
 from shardwise.plan.traffic import ZERO1_MESSAGE, ZERO1_TOGETHER, shares_memory
 
 # Calls (`Rates.launch_s`) of a step, of each trained tensor, of each broadcast of ZeRO-1, in a micro batch of FSDP2
@@ -100,8 +102,8 @@ def ddp_buckets(
 ) -> tuple[Callable[[float], float], float, float] | None:
     """Return the seconds of DDP's buckets of so many bytes, and the sizes of the first and of the others.
 
-    None of sharded gradients, and of a GPU, where the units of large models stand for buckets. What goes through ``shared``
-    memory is reduced at the end.
+    None of sharded gradients, and of a GPU, where the units of large models stand for buckets. What goes through
+    ``shared`` memory is reduced at the end.
     """
     if machine.rates is None or strategy.base not in ("ddp", "zero1"):
         return None
