@@ -11,9 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
+from shardwise.distributed.places import on_one_node
 from shardwise.errors import UserError
 from shardwise.measure.collectives import CollectiveRecorder
-from shardwise.parallel.data_parallel.exchanged_gather import PARTS, ExchangedGather, on_one_node
+from shardwise.parallel.data_parallel.exchanged_gather import PARTS, ExchangedGather
 from shardwise.run.start import start
 from shardwise.train.loss import token_loss_sum
 from tests.models import decoder, ragged_batches

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from shardwise.measure.collectives import OTHER, Collective
+from shardwise.parallel.data_parallel.ddp import Replicated
+from shardwise.plan.traffic import shares_memory
 from shardwise.receipts.expected import Traffic, expected_traffic
 from shardwise.receipts.expected_collectives import model_parallel_traffic
 from shardwise.receipts.expected_part import names_axes, part_of, run_micros, used_spec
@@ -35,6 +37,9 @@ def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Itera
         line = _line(name, expected.get(name), *found.get(name, (0, 0)))
         fused = session.plan.async_tp and " over tp " in line.name  # inside of kernels that multiply, too
         yield line.model_copy(update={"ok": None}) if fused else line
+    outer, ranks = session.applied.outer, session.ranks
+    if isinstance(outer, Replicated) and outer.memory is None and shares_memory(session.plan, ranks.local_world_size):
+        yield Line(name="between ranks", planned="shared memory", found="gloo: it cannot be shared here", ok=None)
 
 
 def _line(name: str, expected: Traffic | None, calls: int, size: int) -> Line:
