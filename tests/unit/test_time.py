@@ -12,6 +12,7 @@ import pytest
 from shardwise.cost.flops import mfu, palm_flops
 from shardwise.cost.memory.local_shapes import with_stages
 from shardwise.cost.time.collective_time import Calibration, LinkFit
+from shardwise.cost.time.cpu_time import SHARED_REDUCE
 from shardwise.cost.time.estimate_time import Rates, step_time
 from shardwise.cost.time.layer_time import WorkSplit, unit_time
 from shardwise.cost.time.machine import machine_of
@@ -486,9 +487,16 @@ def test_buckets_of_ddp_wait_for_the_gradients_that_fill_them() -> None:
     sent = 4.0 * tiny.num_trainable
     assert 2 * 2**20 < sent < 25 * 2**20
     bytes_per_s = sent / (0.3 * alone.compute_s)  # units that were reduced one by one would hide nearly all of it
-    links = Calibration(fits=((("all_reduce", "node"), LinkFit(0.0, bytes_per_s)),))
-    found = predict("ddp", CPU, tiny, precision="fp32", options={"rates": measured, "calibration": links})
-    assert found.exposed_dp_s == pytest.approx((sent - 2**20) / bytes_per_s, rel=0.02)
+    kinds = [(kind, where) for kind in ("all_reduce", "all_gather") for where in ("node", "network")]
+    links = Calibration(fits=tuple((kind, LinkFit(0.0, bytes_per_s)) for kind in kinds))
+
+    def exposed_s(nodes: int) -> float:
+        cluster = CPU.model_copy(update={"nodes": nodes, "devices_per_node": 2 // nodes})
+        options = {"rates": measured, "calibration": links}
+        return predict("ddp", cluster, tiny, precision="fp32", options=options).exposed_dp_s
+
+    assert exposed_s(2) == pytest.approx((sent - 2**20) / bytes_per_s, rel=0.02)
+    assert exposed_s(1) == pytest.approx(SHARED_REDUCE * sent / bytes_per_s, rel=0.02), "at the end, in shared memory"
 
 
 @pytest.mark.parametrize(
