@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +44,11 @@ def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: 
         **_buffer_option(sync=bool(spec.batch_norms)),
     )
     outer.syncs_buffers = bool(spec.batch_norms)
-    sent, outer.memory = reduction_dtype(spec, plan), memory_of_node(device)
+    sent, outer.memory = reduction_dtype(spec, plan), memory_of_node(device) if not outer.sparse else None
     if sent is not None or outer.memory is not None:
         outer.reduction = BucketReduction(sent, outer.memory)
-        outer.register_comm_hook(outer.reduction, lambda how, bucket: how(bucket))  # DDP reads annotations
+        # DDP reads annotations, and takes one hook
+        DistributedDataParallel.register_comm_hook(outer, outer.reduction, lambda how, bucket: how(bucket))
     return outer
 
 
@@ -71,15 +74,19 @@ class BucketReduction:
 
     The mean is taken before, and the sum is cast back. What is shared is reduced after the last gradient: while a rank
     computes, none of it would be faster. ``waits``: the bucket is given back at once, as where no other rank answers.
+    ``replaced``: a hook of the user's own does all of it.
     """
 
     dtype: torch.dtype | None
     memory: SharedMemory | None = None
     waits: bool = False
+    replaced: Callable[[Any], torch.futures.Future[torch.Tensor]] | None = None
     _ready: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = field(default_factory=list)
 
     def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Begin the reduction of one bucket."""
+        if self.replaced is not None:
+            return self.replaced(bucket)
         own = bucket.buffer()
         if self.memory is not None:
             return self._share(own, self.memory, last=bucket.is_last())
@@ -125,6 +132,13 @@ class Replicated(DistributedDataParallel):
         sparse = (part.weight for part in module.modules() if getattr(part, "sparse", False) is True)
         self.sparse = {id(weight) for weight in sparse if isinstance(weight, nn.Parameter)}
         self._marks: list[int] = []
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce by a hook of the user's own, as DDP does."""
+        if self.reduction is None or self.reduction.dtype is not None or self.reduction.replaced is not None:
+            super().register_comm_hook(state, hook)  # raises where there is one
+        else:
+            self.reduction.replaced = functools.partial(hook, state)
 
     def mark(self) -> None:
         """Save references to the gradients before a backward that reduces."""
