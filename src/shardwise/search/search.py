@@ -58,7 +58,6 @@ MICROS = 3  # micro batches examined per layout and recompute mode: the largest 
 OPTIONS = 8  # options of a layout that are timed, best rough estimates first
 TRIES = 6  # full estimates per strategy
 FULL = 20  # strategies that get a full estimate of memory, fastest first
-ENOUGH = 12  # of them that fit and run, after which no more are estimated: as many as are shown
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
@@ -363,12 +362,10 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
             rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
-    good = 0
     for place, ways in enumerate(strategies):
-        if (place < FULL and good < ENOUGH) or _is_plain(ways[0].layout):
+        if place < FULL or _is_plain(ways[0].layout):
             name = ways[0].layout.name
             best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
-            good += best[name].runnable and best[name].fits is not False
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)

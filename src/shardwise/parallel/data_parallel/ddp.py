@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.places import on_one_node
 from shardwise.distributed.shared_memory import SharedMemory, share_memory
 from shardwise.errors import ModelError
@@ -23,6 +24,8 @@ from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import reduced_dtype
 from shardwise.plan.traffic import SHARING_RANKS
+
+PART = "exposed_dp"
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -106,7 +109,8 @@ class BucketReduction:
             ready, self._ready = self._ready, []
             buckets = [bucket for bucket, _ in ready]
             sent = buckets if self.dtype is None else [bucket.to(self.dtype) for bucket in buckets]
-            memory.mean(sent)
+            with COMM_TIMER.part(PART):  # DDP's hooks run before those that would find the last gradient
+                memory.mean(sent)
             if sent is not buckets:
                 torch._foreach_copy_(buckets, sent)
             for bucket, done in ready:
@@ -132,6 +136,11 @@ class Replicated(DistributedDataParallel):
         sparse = (part.weight for part in module.modules() if getattr(part, "sparse", False) is True)
         self.sparse = {id(weight) for weight in sparse if isinstance(weight, nn.Parameter)}
         self._marks: list[int] = []
+
+    def __getstate__(self) -> Any:
+        """Leave out what a copy, which has no hook, cannot take along."""
+        kept = {name: one for name, one in super().__getstate__().items() if name not in ("memory", "reduction")}
+        return kept | {"_comm_hooks": []}
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce by a hook of the user's own, as DDP does."""
