@@ -147,7 +147,30 @@ def by_a_gathered_copy(model: Any, optimizer: Any, inputs: torch.Tensor) -> list
     return [] if torch.equal(logits, model(inputs)) else ["a refused change lives on"]
 
 
+def by_one_rank_and_all(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    """One rank alone asks for weights first, and reads the head that a loss needs."""
+    model(inputs)
+    if dist.get_rank() == 0:
+        next(model.parameters())
+        torch.nn.functional.linear(torch.ones(2, model.head.in_features, dtype=torch.float64), model.head.weight)
+    return by_parameters(model, optimizer, inputs)
+
+
+def by_stored_parameters(model: Any, optimizer: Any, inputs: torch.Tensor) -> list[str]:
+    """Shards that were taken before the forward, past their versions."""
+    stored = list(model.parameters())
+    with torch.inference_mode():
+        model(inputs)
+    for parameter in stored:
+        parameter.data.mul_(2)
+    logits = model(inputs)
+    model.reshard()
+    return [] if torch.equal(logits, model(inputs)) else ["the next forward takes old weights"]
+
+
 changes = {
+    "one rank first": by_one_rank_and_all,
+    "stored parameters": by_stored_parameters,
     "parameters": by_parameters,
     "data": by_data,
     "shards": by_the_optimizer,
@@ -158,3 +181,38 @@ changes = {
 def test_a_change_of_weights_after_a_forward_between_two_steps_is_made_or_refused() -> None:
     cases = [(strategy, how) for strategy in ("fsdp", "zero2") for how in changes]
     assert dict(zip(cases, run_each(swapped, 2, cases), strict=True)) == {case: [[], []] for case in cases}
+
+
+def cut_off(strategy: str, forwards: int) -> list[str]:
+    """Weights that lose a change which was made after a step that broke off, and after so many further forwards."""
+    session = start(strategy, receipts=False)
+    model = decoder()
+    model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    try:
+        for step in session.steps(ragged_batches(4)):
+            for micro in step:
+                loss = token_loss_sum(model(micro.inputs), micro.labels)
+                if step.number == 2:
+                    raise ValueError("of the user's own loss")
+                step.backward(loss, count=micro.num_tokens)
+            step.update(optimizer)
+    except ValueError:
+        pass
+    with torch.no_grad():
+        before = {name: p.full_tensor().clone() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        for _ in range(forwards):
+            model(micro.inputs)
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    for step in session.steps(ragged_batches(2)):
+        step.run(model, token_loss_sum)
+        step.update(optimizer)
+    after = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    session.close()
+    assert len(before) == len(list(model.parameters()))
+    return [name for name in before if not torch.equal(after[name], 2 * before[name])]
+
+
+def test_a_change_of_weights_after_a_step_that_broke_off_is_made() -> None:
+    cases = [(strategy, forwards) for strategy in ("fsdp", "zero2") for forwards in (0, 1)]
+    assert run_each(cut_off, 2, cases) == [[[], []]] * 4

@@ -27,6 +27,7 @@ SLOTS = 2
 SIZE = SLOTS * PIECE + 4096  # then a page with the number of pieces that were written, and a token
 SPIN = 200  # looks at a count before a rank begins to sleep between them
 NAP_S = 5e-5
+_KINDS = ("all_reduce", "broadcast")
 LOOK_S = 0.2  # between looks whether a rank that is waited for still runs
 
 
@@ -81,12 +82,13 @@ class SharedMemory:
                     flat.copy_(slots[rank][start : start + len(flat)])
 
     def _meet(self, meant: StandsFor) -> None:
-        """Wait for all ranks, over gloo."""
-        sizes = torch.full((self.group.size(),), meant.num_bytes)
-        theirs = torch.empty_like(sizes)
-        begin_exchange(meant, theirs, sizes, self.group).wait()
-        if not torch.equal(sizes, theirs):
-            raise RuntimeError(f"ranks are in an {meant.name} of different numbers of bytes: {theirs.tolist()}")
+        """Wait for all ranks, over gloo, and compare what each is about to do and how many pieces it has counted."""
+        mine = torch.tensor([_KINDS.index(meant.name), meant.num_bytes, self._count])
+        theirs = torch.empty(self.group.size(), len(mine), dtype=mine.dtype)
+        begin_exchange(meant, theirs, mine.expand_as(theirs).contiguous(), self.group).wait()
+        if not torch.equal(theirs, mine.expand_as(theirs)):
+            told = [f"{_KINDS[kind]} of {size} bytes after {count} pieces" for kind, size, count in theirs.tolist()]
+            raise RuntimeError(f"ranks are in different collectives, one may have been interrupted: {', '.join(told)}")
 
     def _slot(self, size: int) -> torch.Tensor:
         """Return the bytes to write before the next `_swap`."""

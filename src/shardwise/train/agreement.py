@@ -47,10 +47,10 @@ class Agreement:
             order.begin_step()
             order.watch_strays()
 
-    def end_step(self) -> None:
-        """Stop reporting until the next step begins."""
+    def end_step(self, *, done: bool = True) -> None:
+        """Stop reporting until the next step begins; one that was not ``done`` will not be."""
         for order in self._orders:
-            order.end_step()
+            order.end_step(done=done)
 
     def begin_micro(self, *, last: bool, padding: bool) -> None:
         """Prepare for a micro batch; parameters that only padding reaches have no gradient."""

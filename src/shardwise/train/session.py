@@ -371,7 +371,7 @@ class Session:
                 yield step
             finally:
                 if self._agreement is not None:
-                    self._agreement.end_step()
+                    self._agreement.end_step(done=self.steps_done == number)
                 if self.steps_done != number:
                     self.notify("on_step_abandoned", step)
             if self.steps_done != number:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.distributed.comm_timer import COMM_TIMER
 from shardwise.distributed.places import on_one_node
 from shardwise.distributed.shared_memory import SharedMemory, share_memory
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UserError
 from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import reduced_dtype
@@ -148,6 +148,20 @@ class Replicated(DistributedDataParallel):
             super().register_comm_hook(state, hook)  # raises where there is one
         else:
             self.reduction.replaced = functools.partial(hook, state)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Join uneven inputs as DDP does.
+
+        Raises:
+            UserError: by a divisor that becomes smaller, which DDP does not tell a hook.
+        """
+        options = inspect.signature(DistributedDataParallel.join).bind(self, *args, **kwargs)
+        if self.reduction is not None and not options.arguments.get("divide_by_initial_world_size", True):
+            raise UserError(
+                "model.join(divide_by_initial_world_size=False): gradients are averaged over all ranks here; leave it "
+                "out, or leave out join: a session gives ranks without data empty batches"
+            )
+        return super().join(*args, **kwargs)
 
     def mark(self) -> None:
         """Save references to the gradients before a backward that reduces."""

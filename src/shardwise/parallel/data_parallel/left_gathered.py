@@ -2,13 +2,14 @@
 
 That is a trap for whoever then changes weights: a change of a gathered copy is dropped with it, and the next forward
 does not see one of the shards. Blocks are freed. A root's own weights (embedding, last norm, head) stay gathered, as
-FSDP2 leaves them for a loss that reads the head after the forward; they are watched.
+FSDP2 leaves them for a loss that reads the head after the forward; but the root names its shards, and the next forward
+gathers them anew, on all ranks alike. What is left is a weight that is taken from its module and changed in place.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,20 +22,32 @@ from shardwise.parallel.data_parallel.unit_forwards import FsdpUnit, free_gather
 
 
 class LeftGathered:
-    """Free or watch what is gathered in ``root`` while ``is_idle``: no step, forward or backward runs.
+    """Free or watch what ``units`` of ``root`` have gathered while ``is_idle``: no step, forward or backward runs.
 
-    ``own`` is the unit of the root's own weights, if it has any. They are freed before `named_parameters` names them,
-    as FSDP2 frees them before it returns a state dict.
+    ``left``: there may be some; alike on all ranks, as forwards are collective.
     """
 
-    def __init__(self, root: nn.Module, own: FsdpUnit | None, is_idle: Callable[[], bool]) -> None:
-        self._own, self._is_idle = own, is_idle
-        self._before: list[tuple[Any, int, tuple[int, int]]] = []  # with versions of the gathered copy and the shard
+    def __init__(self, root: nn.Module, units: Sequence[FsdpUnit], is_idle: Callable[[], bool]) -> None:
+        self._units, self._is_idle = units, is_idle
+        self._own = next((unit for unit in units if unit.module is root), None)
+        self.left = False
+        self._before: list[tuple[Any, int]] = []  # with versions of gathered copies
         root.register_forward_hook(self._after_forward)  # after FSDP2's own
-        if own is not None:
-            own.group._to_sharded = functools.partial(self._to_sharded, own.group._to_sharded)
-            named = functools.partial(self._named_parameters, root.named_parameters)
-            root.named_parameters = functools.wraps(root.named_parameters)(named)  # type: ignore[method-assign]
+        if self._own is not None:
+            group = self._own.group
+            group._to_sharded = functools.partial(self._to_sharded, group._to_sharded)
+        named = functools.partial(self._named_parameters, root.named_parameters)
+        root.named_parameters = functools.wraps(root.named_parameters)(named)  # type: ignore[method-assign]
+
+    def free(self) -> None:
+        """Free before a forward what an earlier one left.
+
+        Raises:
+            UserError: a weight of the root was changed in place meanwhile.
+        """
+        left, self.left = self.left, False
+        for unit in reversed(self._units) if left else ():  # the root's, which may raise, last
+            free_gathered(unit.state._modules[0])
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() or not self._is_idle():
@@ -42,34 +55,20 @@ class LeftGathered:
         for part in root.modules():
             if isinstance(part, FSDPModule) and part is not root:
                 free_gathered(part)
+        self.left = True
         if self._own is not None and self._own.group.is_unsharded:
-            self._before = [(p, p._unsharded_param._version, _shard(p)) for p in self._own.group.fsdp_params]
+            self._before = [(p, _version(p)) for p in self._own.group.fsdp_params]
 
-    def _named_parameters(self, plain: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_idle():
-            self._free()
-        return plain(*args, **kwargs)
-
-    def _free(self) -> None:
-        if self._before and self._own is not None:
-            free_gathered(self._own.state._modules[0])
-
-    def check(self) -> None:
-        """Before the next forward: free them if weights were changed.
-
-        Raises:
-            UserError: the change was one of a gathered weight.
-        """
-        before = self._before
-        if self._changed() or any(shard != _shard(p) for p, _, shard in before):
-            self._free()
-        self._before = []
-
-    def _changed(self) -> list[Any]:
-        return [p for p, full, _ in self._before if p._unsharded_param._version != full]
+    def _named_parameters(self, plain: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name shards in place of gathered copies, as they are named before the forward."""
+        groups = [unit.group for unit in self._units if unit.group.is_unsharded] if self._is_idle() else []
+        shards = {id(p._unsharded_param): p.sharded_param for group in groups for p in group.fsdp_params}
+        for name, parameter in plain(*args, **kwargs):
+            yield name, shards.get(id(parameter), parameter)
 
     def _to_sharded(self, plain: Any) -> None:
-        changed, self._before = self._changed(), []
+        changed = [p for p, version in self._before if version != _version(p)]
+        self._before = []
         plain()
         if changed:
             names = ", ".join(clean_name(str(p._param_fqn)) for p in changed[:3])
@@ -80,5 +79,6 @@ class LeftGathered:
             )
 
 
-def _shard(p: Any) -> tuple[int, int]:
-    return p.sharded_param._version, p._sharded_param_data._version
+def _version(p: Any) -> int:
+    full = p._unsharded_param
+    return 0 if full.is_inference() else int(full._version)  # of torch.inference_mode(): not tracked

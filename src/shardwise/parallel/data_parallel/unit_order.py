@@ -94,7 +94,7 @@ class UnitOrder:
         root.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP2's own hooks, which gather and free
         root.register_forward_hook(self._end, prepend=True)
         own = next((unit for unit in self.units if unit.module is root), None)
-        self._left_gathered = LeftGathered(root, own, self._is_idle)
+        self._left_gathered = LeftGathered(root, self.units, self._is_idle)
         if own is not None:
             for module in {id(p._module_info.module): p._module_info.module for p in own.group.fsdp_params}.values():
                 if module is not root:
@@ -116,9 +116,13 @@ class UnitOrder:
         for unit in self.units:
             unit.open, unit.reduced, unit.reductions = 0, False, 0
 
-    def end_step(self) -> None:
-        """Stop reporting units that left the order."""
+    def end_step(self, *, done: bool = True) -> None:
+        """Stop reporting units that left the order; what one that was not ``done`` left gathered is freed later."""
         self._in_step = False
+        if not done:
+            self._now = self._active = None
+            self._ended.clear()
+            self._left_gathered.left = True
 
     def check_views(self) -> None:
         """Check views before a backward; autograd misses a unit whose view was changed in place."""
@@ -231,7 +235,7 @@ class UnitOrder:
         if trains and any(u.state._state_ctx.post_backward_final_callback_queued for u in self.units[:1]):
             raise UserError(CUT_OFF)
         self._free_cut()
-        self._left_gathered.check()
+        self._left_gathered.free()
         self._passes += 1
         self._now = Pass(self._passes, trains, learns=trains not in self._orders)
         for unit in self.units:

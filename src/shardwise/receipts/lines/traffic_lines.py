@@ -38,7 +38,8 @@ def traffic_lines(session: Session, step: Step, recorder: StepRecorder) -> Itera
         fused = session.plan.async_tp and " over tp " in line.name  # inside of kernels that multiply, too
         yield line.model_copy(update={"ok": None}) if fused else line
     outer, ranks = session.applied.outer, session.ranks
-    if isinstance(outer, Replicated) and outer.memory is None and shares_memory(session.plan, ranks.local_world_size):
+    alone = isinstance(outer, Replicated) and outer.memory is None and not outer.sparse
+    if alone and shares_memory(session.plan, ranks.local_world_size):
         yield Line(name="between ranks", planned="shared memory", found="gloo: it cannot be shared here", ok=None)
 
 
