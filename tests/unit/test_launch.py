@@ -338,6 +338,9 @@ with open({log!r} + host, "w") as file:
     json.dump(sys.argv[1:], file)
 print("hello from", host, flush=True)
 if host == "bad":
+    until = time.monotonic() + 30
+    while not os.path.exists({log!r} + "long") and time.monotonic() < until:  # another node may start later
+        time.sleep(0.05)
     time.sleep(0.3)
     sys.exit(3)
 if host == "slow":
