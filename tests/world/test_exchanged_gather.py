@@ -213,6 +213,22 @@ def cut_off(strategy: str, forwards: int) -> list[str]:
     return [name for name in before if not torch.equal(after[name], 2 * before[name])]
 
 
+def inferred(strategy: str) -> int:
+    """An evaluation before any step, under `torch.inference_mode`."""
+    session = start(strategy, receipts=False)
+    model = decoder()
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with torch.inference_mode():
+        found = [model(inputs).argmax(-1) for inputs, _ in ragged_batches(2)]
+        assert len(list(model.parameters())) and len(found) == 2
+    session.close()
+    return len(found)
+
+
+def test_an_evaluation_before_any_step_may_be_under_inference_mode() -> None:
+    assert run_each(inferred, 2, [("fsdp",), ("zero2",)]) == [[2, 2]] * 2
+
+
 def test_a_change_of_weights_after_a_step_that_broke_off_is_made() -> None:
     cases = [(strategy, forwards) for strategy in ("fsdp", "zero2") for forwards in (0, 1)]
     assert run_each(cut_off, 2, cases) == [[[], []]] * 4

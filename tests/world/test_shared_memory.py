@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardwise.distributed import shared_memory
 from shardwise.distributed.shared_memory import PIECE, SharedMemory, share_memory
-from shardwise.errors import ReceiptError
+from shardwise.errors import ReceiptError, UserError
 from shardwise.measure.collectives import CollectiveRecorder
 from shardwise.parallel.data_parallel.ddp import Replicated
 from shardwise.receipts.drift import DriftRecorder
@@ -172,6 +172,23 @@ def shared(strategy: str, how: str) -> tuple[bool, list[str]]:
 def test_only_ranks_of_one_machine_that_can_share_memory_do() -> None:
     cases = [(s, how) for s in ("ddp", "zero1") for how in ("", "another node", "one cannot")]
     assert run_each(shared, 2, cases) == [[(not how, [])] * 2 for _, how in cases]
+
+
+def joined(strategy: str) -> str:
+    session = start(strategy, receipts=False)
+    model = decoder()
+    model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UserError) as error:
+        model.join(divide_by_initial_world_size=False)  # type: ignore[operator]
+    with model.join():  # type: ignore[operator]
+        pass
+    session.close()
+    return str(error.value)
+
+
+def test_a_divisor_that_the_reduction_would_ignore_is_refused() -> None:
+    for said in run_world(joined, 2, "ddp"):
+        assert said.startswith("model.join(divide_by_initial_world_size=False): gradients are averaged over all ranks")
 
 
 def dropped(strategy: str, method: str) -> str:

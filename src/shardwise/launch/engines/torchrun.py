@@ -164,8 +164,5 @@ def _end(nodes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> None:
 def _forward(stream: IO[bytes] | None, prefix: str, to_stderr: bool) -> None:
     """Print each line of a node after its name."""
     for line in stream or ():
-        print(
-            f"{prefix}{line.decode(errors='replace').rstrip()}",
-            file=sys.stderr if to_stderr else sys.stdout,
-            flush=True,
-        )
+        text = f"{prefix}{line.decode(errors='replace').rstrip()}\n"  # in one: nodes have a thread each
+        print(text, end="", file=sys.stderr if to_stderr else sys.stdout, flush=True)
