@@ -62,3 +62,5 @@ class _Part(AbstractContextManager[None]):
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 COMM_TIMER = Waits()
+EXPOSED_DP = "exposed_dp"
+"""Part of waiting for data-parallel collectives."""

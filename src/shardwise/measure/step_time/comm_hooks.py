@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.distributed.comm_timer import COMM_TIMER
+from shardwise.distributed.comm_timer import COMM_TIMER, EXPOSED_DP
 from shardwise.measure.step_time.clock import EARLY
 from shardwise.train.session import Session
 
-DP = "exposed_dp"
+DP = EXPOSED_DP
 LEARN_STEPS = 2
 """Backwards to observe for the parameter whose gradient comes last."""
 RECHECK = 53

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwise.distributed.comm_timer import COMM_TIMER
+from shardwise.distributed.comm_timer import COMM_TIMER, EXPOSED_DP
 from shardwise.distributed.places import on_one_node
 from shardwise.distributed.shared_memory import SharedMemory, share_memory
 from shardwise.errors import ModelError, UserError
@@ -24,8 +24,6 @@ from shardwise.model.facts import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.stored_types import reduced_dtype
 from shardwise.plan.traffic import SHARING_RANKS
-
-PART = "exposed_dp"
 
 
 def apply_replicate(module: nn.Module, spec: ModelSpec, plan: Plan, world_size: int, device: torch.device) -> nn.Module:
@@ -109,7 +107,7 @@ class BucketReduction:
             ready, self._ready = self._ready, []
             buckets = [bucket for bucket, _ in ready]
             sent = buckets if self.dtype is None else [bucket.to(self.dtype) for bucket in buckets]
-            with COMM_TIMER.part(PART):  # DDP's hooks run before those that would find the last gradient
+            with COMM_TIMER.part(EXPOSED_DP):  # DDP's hooks run before those that would find the last gradient
                 memory.mean(sent)
             if sent is not buckets:
                 torch._foreach_copy_(buckets, sent)

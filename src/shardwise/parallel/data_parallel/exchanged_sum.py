@@ -19,11 +19,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
-from shardwise.distributed.comm_timer import COMM_TIMER
+from shardwise.distributed.comm_timer import COMM_TIMER, EXPOSED_DP
 from shardwise.distributed.exchange import StandsFor, begin_exchange
 from shardwise.errors import ModelError
 
-PART = "exposed_dp"
 DIVIDED_HERE = (torch.float32, torch.bfloat16)
 """Reduction types for which FSDP2 leaves the division by the number of ranks to the collective."""
 
@@ -47,7 +46,7 @@ class Pending:
             return
         work, (pieces, total, _) = self._work, self._tensors
         self._work, self._tensors = None, ()
-        with COMM_TIMER.part(PART):
+        with COMM_TIMER.part(EXPOSED_DP):
             work.wait()
         torch.sum(pieces, 0, out=total)
         if self._divisor > 1:
