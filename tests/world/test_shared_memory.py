@@ -62,6 +62,12 @@ def compared() -> list[str]:
         counted = [(one.name, one.num_bytes, one.dtype) for one in recorder.collectives]
         if counted != [("all_reduce", size, str(dtype).removeprefix("torch."))]:
             wrong.append(f"{dtype}: {counted}")
+    mixed = [torch.full((3,), float(dist.get_rank()), dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
+    with CollectiveRecorder(lambda: "backward") as recorder:
+        memory.mean(mixed)
+    counted = [(one.num_bytes, one.dtype) for one in recorder.collectives]
+    if counted != [(24, "float32"), (48, "float64")] or {one.mean().item() for one in mixed} != {(world - 1) / 2}:
+        wrong.append(f"two types at once: {counted}, {mixed}")
     parts = [
         [*tensors(rank, torch.float32)[: rank + 2], torch.tensor([rank], dtype=torch.int16)] for rank in range(world)
     ]

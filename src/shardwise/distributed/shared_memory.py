@@ -47,11 +47,15 @@ class SharedMemory:
     def mean(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace contiguous ``tensors`` by their means over all ranks, which are the same on all of them to the bit.
 
-        Each divides its own first, as DDP does; then they are added in the order of ranks.
+        Each divides its own first, as DDP does; then they are added in the order of ranks. Each type is a collective.
 
         Raises:
             RuntimeError: a rank has ended, does not come within the group's time limit, or has another size.
         """
+        for dtype in dict.fromkeys(one.dtype for one in tensors):
+            self._mean([one for one in tensors if one.dtype == dtype])
+
+    def _mean(self, tensors: Sequence[torch.Tensor]) -> None:
         self._meet(StandsFor("all_reduce", sum(one.nbytes for one in tensors), tensors[0].dtype))
         ranks = self.group.size()
         for piece in chain.from_iterable(one.view(-1).split(PIECE // one.element_size()) for one in tensors):
