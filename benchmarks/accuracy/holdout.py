@@ -94,34 +94,49 @@ def fit(generation: str, rows: Sequence[Row]) -> Factors:
     return best
 
 
-def main() -> None:
-    """Refit and print."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A source of a generation: errors, predicted over measured minus 1, and the factors fitted without it, if any."""
+
+    generation: str
+    source: str
+    errors: list[float]
+    factors: Factors | None
+
+
+def held_back() -> Iterator[Held]:
+    """Predict each source of each generation with factors that were fitted without it."""
     rows = [row for row in load_rows() if row.step_time_s is not None and not row.oom and row.cluster.gpu is not None]
     by_generation: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         assert row.cluster.gpu is not None
         by_generation[generation_of(row.cluster.gpu) or ""].append(row)
-    print(f"{'generation':16s} {'held back':24s} {'rows':>5s} {'median':>7s} {'p90':>7s} {'bias':>7s}  factors")
-    everything: list[float] = []
     for generation, members in by_generation.items():
-        found: list[float] = []
         for source in sorted({row.source for row in members}):
             others = [row for row in members if row.source != source]
             value = fit(generation, others) if len(others) >= LEAST_ROWS else None
             with factors(generation, value):
                 own = [math.exp(v) - 1 for v in errors([r for r in members if r.source == source])[source]]
-            found += own
-            sizes = [abs(v) for v in own]
-            said = "those of no source" if value is None else " ".join(f"{v:.3f}" for v in value)
-            print(
-                f"{generation:16s} {source:24s} {len(own):5d} {median(sizes):7.1%} {quantile(sizes, 0.9):7.1%} "
-                f"{median(own):+7.1%}  {said}"
-            )
-        inverse = [1 / (1 + v) for v in found]
+            yield Held(generation, source, own, value)
+
+
+def main() -> None:
+    """Refit and print."""
+    print(f"{'generation':16s} {'held back':24s} {'rows':>5s} {'median':>7s} {'p90':>7s} {'bias':>7s}  factors")
+    found: dict[str, list[float]] = defaultdict(list)
+    for held in held_back():
+        sizes = [abs(v) for v in held.errors]
+        said = "those of no source" if held.factors is None else " ".join(f"{v:.3f}" for v in held.factors)
+        print(
+            f"{held.generation:16s} {held.source:24s} {len(sizes):5d} {median(sizes):7.1%} {quantile(sizes, 0.9):7.1%} "
+            f"{median(held.errors):+7.1%}  {said}"
+        )
+        found[held.generation] += held.errors
+    for generation, own in found.items():
+        inverse = [1 / (1 + v) for v in own]
         spread = ", ".join(f"{quantile(inverse, share):.2f}" for share in (0.1, 0.9))
         print(f"{generation:16s} measured over predicted, held back, middle 80 %: ({spread})")
-        everything += found
-    sizes = [abs(v) for v in everything]
+    sizes = [abs(v) for own in found.values() for v in own]
     print(f"all held back: {len(sizes)} rows, median {median(sizes):.1%}, p90 {quantile(sizes, 0.9):.1%}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
 
 DATA = Path(__file__).parent / "data" / "published.csv"
+HELD_BACK = DATA.with_name("megatron_bridge.csv")  # a source that no constant was fitted on
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"gated": True, "norm": "rms", "positions": "rope"},
     "gpt": {
@@ -58,6 +60,7 @@ PROGRAMS = {
     "torchtune": "torchtune",
     "answerai_fsdp_qlora": "fsdp-qlora",
     "misc_small": "shardwise",
+    "megatron_bridge": "megatron-bridge",
 }
 # ``--lora-rank`` and ``--lora-targets`` of the code and configurations that their pages name (data/README.md).
 ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -96,7 +99,8 @@ class Row:
         """The same row asked without ``--program``: this package's own."""
         types = {name: Plan.model_fields[name].default for name in ("program", "weights", "accumulate", "reduce")}
         axes = {"sequence_parallel": True, "async_tp": False}
-        workload = self.workload.model_copy(update={"program": SHARDWISE})
+        compiled = self.workload.compiled or self.workload.program.fused_kernels
+        workload = self.workload.model_copy(update={"program": SHARDWISE, "compiled": compiled})
         plan = self.plan.model_copy(update=types | axes)
         return replace(self, plan=plan, workload=workload, profile=_adapted(self.base, plan, workload))
 
@@ -104,7 +108,7 @@ class Row:
     def label(self) -> str:
         """A short description for tables."""
         plan = self.plan
-        compiled = " compiled" if self.workload.compiled else ""
+        compiled = " compiled" if self.workload.compiles(plan) else ""
         return (
             f"{self.source} {self.model} {self.gpus}x{self.gpu} {plan.strategy} s{plan.seq_len} "
             f"b{plan.micro_batch}x{plan.grad_accum} {plan.recompute} {plan.precision}{compiled}"
@@ -118,7 +122,16 @@ class Row:
 
 def load_rows(*sources: str) -> list[Row]:
     """All rows, or those of ``sources``, in the order of the file. Rows of unknown models are left out."""
-    with DATA.open(newline="") as file:
+    return _rows(DATA, sources)
+
+
+def load_held_back() -> list[Row]:
+    """Rows of the source that no constant was fitted on."""
+    return _rows(HELD_BACK, ())
+
+
+def _rows(path: Path, sources: Sequence[str]) -> list[Row]:
+    with path.open(newline="") as file:
         records = [r for r in csv.DictReader(file) if not sources or r["source"] in sources]
     return [row for record in records if (row := _row(record)) is not None]
 
@@ -172,14 +185,14 @@ def _row(record: dict[str, str]) -> Row | None:
             "optimizer": record["optimizer"],
             "seq_len": seq_len,
             "global_batch": plan.global_batch,
-            "compiled": compiled,
+            "compiled": compiled and not program.fused_kernels,
             "program": program,
             "lora_rank": rank,
             "lora_targets": targets,
             "double_quant": "nf4 without" not in record["framework"],
         }
     )
-    base = _profile(architecture, seq_len)
+    base = _profile(architecture, seq_len, compiled)
     return Row(
         source=record["source"],
         model=record["model"],
@@ -203,7 +216,10 @@ def _program(record: dict[str, str]) -> ProgramTraits:
     """The program that a row measured; torchtitan compiles its loss since 2025."""
     name, framework = PROGRAMS[record["source"]], record["framework"]
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
-    return find_program("torchtitan-2024" if name == "torchtitan" and not recent else name)
+    if name == "megatron-bridge" and "overlaps dispatch" in framework:
+        name = "megatron-bridge-overlap"
+    program = find_program("torchtitan-2024" if name == "torchtitan" and not recent else name)
+    return program.model_copy(update={"expert_dispatch": "copies"}) if "alltoall" in framework else program
 
 
 def _adapted(base: ModelProfile, plan: Plan, workload: Workload) -> ModelProfile:
@@ -246,8 +262,8 @@ def _adapters(record: dict[str, str], architecture: Architecture) -> tuple[int, 
 
 
 @lru_cache(maxsize=512)
-def _profile(architecture: Architecture, seq_len: int) -> ModelProfile:
-    return profile_of(architecture, seq_len)
+def _profile(architecture: Architecture, seq_len: int, compiled: bool) -> ModelProfile:
+    return profile_of(architecture, seq_len, compiled=compiled)
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """All accuracy tables and plots again: results/*.json and *.csv, the plots, and README.md.
 
-python benchmarks/accuracy/run.py             # half a minute; what needs real ranks is from the last results
+python benchmarks/accuracy/run.py             # two minutes; what needs real ranks is from the last results
 python benchmarks/accuracy/run.py --real      # also trains on real CPU ranks and runs --prove: many minutes
 python benchmarks/accuracy/run.py --check     # predictions must be those recorded; exit status 1 if not
 """
@@ -26,6 +26,7 @@ import fit_collectives
 import fit_kernels
 import memory
 import plots
+import sources
 import speed
 import tables
 import targets
@@ -283,6 +284,8 @@ def main() -> None:
         write_csv(results / "kernels.csv", operator_rows())
         write_csv(results / "collectives.csv", collective_rows())
         published = {"published_memory": memory_document(), "published_speed": speed_document()}
+        write_json(results / "left_out.json", sources.left_out_document())
+        write_json(results / "held_back.json", sources.held_back_document())
         for name, document in published.items():
             write_json(results / f"{name}.json", document)
             write_csv(results / f"{name}.csv", document["rows"])

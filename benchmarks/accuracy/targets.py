@@ -13,7 +13,17 @@ from typing import Any
 
 Document = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
-NEEDED = ("published_memory", "published_speed", "kernels", "collectives", "cpu_peak", "persistent", "planner_speed")
+NEEDED = (
+    "published_memory",
+    "published_speed",
+    "left_out",
+    "held_back",
+    "kernels",
+    "collectives",
+    "cpu_peak",
+    "persistent",
+    "planner_speed",
+)
 OPTIONAL = ("estimate_cpu", "recorded")
 ALIKE = ("allocated", "active", "reserved")  # kinds that the allocator itself counts
 NOISE = 1e-3  # errors below it have no sign
@@ -275,6 +285,45 @@ def peak_targets(name: str, rows: Sequence[Document]) -> list[Target]:
     ]
 
 
+def source_targets(speed_rows: Sequence[Document], left_out: Document, held_back: Document) -> list[Target]:
+    """Sources left out of the fit, and the source that no constant was fitted on."""
+    null: dict[str, list[float]] = defaultdict(list)
+    for row in speed_rows:
+        null[row["source"]].append(abs(row["null_error"]))
+    under = [one for one in left_out["rows"] if one["left_out"] < statistics.median(null[one["source"]])]
+    number, least = len(left_out["rows"]), math.ceil(2 * len(left_out["rows"]) / 3)
+    rows = held_back["rows"]
+    errors, stated = Errors.of(row["error"] for row in rows), [row for row in rows if row["fits"] is not None]
+    refused = [row for row in stated if row["fits"] is False]
+    assert errors is not None
+    return [
+        Target(
+            "step time, each source left out: median error",
+            "≤ 10 %",
+            part(left_out["median"]),
+            left_out["median"] <= 0.1,
+        ),
+        Target(
+            "step time, each source left out: sources under the null model",
+            f"≥ {least}",
+            f"{len(under)} of {number}",
+            len(under) >= least,
+        ),
+        Target(
+            f"step time, told, a source that nothing was fitted on: median error ({errors.rows} rows)",
+            "≤ 10 %",
+            part(errors.median),
+            errors.median <= 0.1,
+        ),
+        Target(
+            "its rows that ran called “does not fit”, told",
+            "≤ 5 %",
+            f"{len(refused)} of {len(stated)} ({part(len(refused) / len(stated))})",
+            len(refused) <= 0.05 * len(stated),
+        ),
+    ]
+
+
 def quantity(found: Document, value: float) -> str:
     """Seconds or GiB, as the figure is."""
     return f"{value:.2f} s" if "processor_s" in found else f"{value / GIB:.2f} GiB"
@@ -305,5 +354,6 @@ def all_targets(documents: Mapping[str, Document]) -> list[Target]:
     found += memory_targets(documents["published_memory"]["rows"])
     speed = documents["published_speed"]
     found += speed_targets(speed["rows"], speed["groups"], speed["coverage"])
+    found += source_targets(speed["rows"], documents["left_out"], documents["held_back"])
     found += [Target("peaks of one GPU, allocated and reserved: median error", "≤ 3 %", "not measured", None)]
     return found + planner_targets(documents["planner_speed"])

@@ -376,6 +376,27 @@ def test_another_program(capsys: pytest.CaptureFixture[str], tmp_path: Path, mon
     assert first["memory_bytes"]["parameters"] == first["memory_bytes"]["gradients"]
     (tmp_path / "mine.toml").unlink()  # the question in the plan file has the traits
     assert "trained × 2 B / dp_shard 8" in command(capsys, "explain", "plan.toml")[0]
+    compiled, fused = (
+        answer(
+            capsys,
+            "llama-3.2-1b",
+            *asked[1:],
+            "zero1",
+            "--micro-batch",
+            "1",
+            "--recompute",
+            "none",
+            "--program",
+            name,
+            *words,
+            "-o",
+            "fused.toml",
+        )
+        for name, words in (("megatron", ["--compile"]), ("megatron-bridge", []))
+    )
+    saved = [one["candidates"][0]["memory_bytes"]["activations"] for one in (compiled, fused)]
+    assert saved[0] == saved[1], "kernels that are fused by hand save what compiled ones do"
+    assert f"{fused['candidates'][0]['step_time_s'] * 1e3:.3g}"[:2] in command(capsys, "explain", "fused.toml")[0]
     whole, packed, longer = (
         answer(capsys, *asked, "fsdp", *words) for words in ([], ["--document-len", "256"], ["--document-len", "4096"])
     )

@@ -15,6 +15,9 @@ from shardwise.cost.memory.expert_shards import rest_shape, shard_dim
 from shardwise.cost.memory.local_shapes import layout_of, stage_pieces, unit_weights
 from shardwise.cost.memory.optimizer_shards import optimizer_bytes
 from shardwise.cost.time.estimate_time import step_time
+from shardwise.cost.time.expert_time import resort_s, routed_ops
+from shardwise.cost.time.layer_time import WorkSplit, op_s, unit_time
+from shardwise.cost.time.machine import machine_of
 from shardwise.errors import ModelError, PlanError
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.architecture import architecture_from_config, parameter_count
@@ -25,7 +28,7 @@ from shardwise.model.profile import Weight
 from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
-from shardwise.plan.program import SHARDWISE, find_program
+from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
@@ -271,7 +274,9 @@ class TestMemory:
         profile, cluster = profile_of(find_architecture("qwen3-30b-a3b"), 4096), parse_cluster("8xH100-SXM")
         plan = plan_for("fsdp+ep8", 8)
         kept = [
-            estimate(profile, plan, Workload(balanced_experts=even, capacity_factor=factor), cluster).activations
+            estimate(
+                profile, plan, Workload(program=ProgramTraits(balanced_experts=even), capacity_factor=factor), cluster
+            ).activations
             for even, factor in ((True, None), (False, None), (False, 2.0))
         ]
         assert kept[0] < kept[1] < kept[2]
@@ -335,6 +340,30 @@ class TestAdapters:
 class TestTime:
     CLUSTER = parse_cluster("2x8xH100-SXM")
     PROFILE = profile_of(find_architecture("qwen3-30b-a3b"), 4096)
+
+    def test_a_token_that_goes_once_to_each_node_sends_less_by_the_nodes_that_its_experts_are_on(self):
+        """8 of 128 experts, drawn evenly over 2 nodes of 8: both nodes with 1 − 2·C(64, 8)/C(128, 8), else one."""
+        plan, copies = plan_for("fsdp+ep16", 16, micro_batch=32), SHARDWISE.model_copy(update={"name": "other"})
+        ranks, hidden = (
+            copies.model_copy(update=one) for one in ({"expert_dispatch": "ranks"}, {"overlaps_dispatch": True})
+        )
+        many, once, behind = (
+            step_time(self.PROFILE, plan, Workload(program=program), self.CLUSTER)
+            for program in (copies, ranks, hidden)
+        )
+        nodes = 2 * (1 - math.comb(64, 8) / math.comb(128, 8))
+        assert once.exposed_ep_s == pytest.approx(many.exposed_ep_s * nodes / 8, rel=0.02)  # but for what starts them
+        assert once.compute_s == many.compute_s and behind.exposed_ep_s < many.exposed_ep_s / 2
+
+    def test_rows_from_other_ranks_are_sorted_once_more_and_back(self):
+        machine, unit = machine_of(self.CLUSTER, "bf16"), next(u for u in self.PROFILE.units if u.experts)
+        moved = 4 * (4096 * 8) * 2048 * 2  # read and write, to and fro, of 8 copies of each token in bf16
+        assert resort_s(machine, unit, 8, 1.0, 2) == machine.memory_s(moved) and resort_s(machine, unit, 1, 1.0, 2) == 0
+        split = WorkSplit(tp=1, cp=1, micro=1, precision="bf16", recompute="none", compiled=False, ep=8)
+        of_ops = sum(sum(op_s(machine, unit, op, split)) for op in unit.ops)
+        found = unit_time(machine, unit, split)
+        sorting = 2 * resort_s(machine, unit, 8, split.experts_of(routed_ops(unit)[0])[0], 2)
+        assert found.forward_s + found.backward_s == pytest.approx(of_ops + sorting)
 
     def test_parts_add_up_and_exchanges_are_the_experts_own(self):
         time = step_time(self.PROFILE, plan_for("fsdp+ep8", 16), Workload(), self.CLUSTER)

@@ -53,8 +53,12 @@ CHANGES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "attention": ("fsdp", "unfused", {}),
     "sequence_parallel": ("fsdp+tp2", False, {}),
     "async_tp": ("fsdp+tp2", True, {}),
-    "pads_vocab": ("fsdp", True, {"vocab": True}),
+    "pads_vocab": ("fsdp", True, {"model": "gpt2"}),
     "overlaps_zero1": ("zero1", True, {}),
+    "fused_kernels": ("fsdp", True, {}),
+    "expert_dispatch": ("fsdp+ep8", "ranks", {"model": "qwen3-30b-a3b"}),
+    "balanced_experts": ("fsdp+ep8", True, {"model": "qwen3-30b-a3b"}),
+    "overlaps_dispatch": ("fsdp+ep8", True, {"model": "qwen3-30b-a3b"}),
     "host": ("fsdp", 40.0, {}),
 }
 SEARCHED = ("bases", "axes", "gradient_sync")  # these decide which plans there are
@@ -87,23 +91,25 @@ def plan_of(strategy: str, program: ProgramTraits, precision: str = "bf16", **op
     )
 
 
-def costs(strategy: str, program: ProgramTraits, precision: str = "bf16", *, gpt: bool = False) -> tuple[Any, ...]:
+def costs(
+    strategy: str, program: ProgramTraits, precision: str = "bf16", model: str = "llama-3.1-8b"
+) -> tuple[Any, ...]:
     workload = Workload(program=program)
     plan = plan_of(strategy, program, precision)
-    model = adapted(profile("gpt2" if gpt else "llama-3.1-8b"), plan.parsed, workload, plan.precision)
-    found = estimate(model, plan, workload, NODE)
-    return found.parameters, found.gradients, found.reserved, step_time(model, plan, workload, NODE).step_s
+    shape = adapted(profile(model), plan.parsed, workload, plan.precision)
+    found = estimate(shape, plan, workload, NODE)
+    return found.parameters, found.gradients, found.reserved, step_time(shape, plan, workload, NODE).step_s
 
 
 @pytest.mark.parametrize("trait", [name for name in TRAITS if name not in SEARCHED])
 def test_no_trait_is_accepted_and_ignored(trait: str) -> None:
     strategy, value, beside = CHANGES[trait]
     beside = dict(beside)
-    precision, gpt = beside.pop("precision", "bf16"), beside.pop("vocab", False)
+    asked = (beside.pop("precision", "bf16"), beside.pop("model", "llama-3.1-8b"))
     usual = ProgramTraits(name="test", **beside)
     other = usual.model_copy(update={trait: value})
     assert getattr(usual, trait) != value
-    assert costs(strategy, usual, precision, gpt=gpt) != costs(strategy, other, precision, gpt=gpt), trait
+    assert costs(strategy, usual, *asked) != costs(strategy, other, *asked), trait
 
 
 def test_the_search_lays_out_what_the_program_has() -> None:
@@ -126,7 +132,15 @@ def test_the_search_lays_out_what_the_program_has() -> None:
 def test_programs_without_expert_parallelism_refuse_it() -> None:
     spread = parse_strategy("fsdp+ep4")
     have = {name for name in program_names() if not find_program(name).refuses(spread)}
-    assert have == {"shardwise", "torchtitan", "torchtitan-2024", "megatron", "megatron-bridge", "megatron-2022"}
+    assert have == {
+        "shardwise",
+        "torchtitan",
+        "torchtitan-2024",
+        "megatron",
+        "megatron-bridge",
+        "megatron-bridge-overlap",
+        "megatron-2022",
+    }
     assert "deepspeed has no expert parallelism (+ep4)" in find_program("deepspeed").refuses(spread)
 
 

@@ -52,7 +52,7 @@ def run_explain(
         request = request.model_copy(update={"calibration": links})
         for line in notes:
             console.print(line, markup=False)
-    profile = profile_of_model(request.model, seq_len=request.seq_len, compiled=request.compiled)
+    profile = profile_of_model(request.model, seq_len=request.seq_len, compiled=request.fuses)
     pins = request.pins.model_copy(update={"precision": plan.precision})
     costs = corrected_costs(request.cluster, request.calibration)
     pinned = pins.model_copy(update={"strategy": plan.parsed})

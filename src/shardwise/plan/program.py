@@ -72,6 +72,10 @@ class ProgramTraits(BaseModel):
         None, ge=0, description="bytes that live for each logit at the end of the loss's forward"
     )
     fp8_activations: bool = Field(False, description="fp8 products save their inputs in 8 bits for the backward")
+    fused_kernels: bool = Field(
+        False,
+        description="its own kernels fuse memory-bound operations as a compiler would; the host calls each module",
+    )
     # adapters
     adapters: GradientType = Field("fp32", description="type of LoRA weights, gradients and state")
     adapter_keeps_inputs: bool = Field(False, description="4-bit layers save their inputs (bitsandbytes < 0.43.2)")
@@ -81,6 +85,15 @@ class ProgramTraits(BaseModel):
     sequence_parallel: bool | None = Field(None, description="beside +tp; the plan's where left out")
     async_tp: bool | None = Field(None, description="hides tensor-parallel traffic; the plan's where left out")
     pads_vocab: bool = Field(False, description="rounds the vocabulary up to 128 without tensor parallelism, too")
+    expert_dispatch: Literal["copies", "ranks"] = Field(
+        "copies", description="what is sent of a token: a copy for each of its experts, or one a rank and one a node"
+    )
+    balanced_experts: bool = Field(
+        False, description="its routers are made to load all experts alike, as benchmarks do"
+    )
+    overlaps_dispatch: bool = Field(
+        False, description="hides what experts exchange behind other micro batches' products"
+    )
     overlaps_zero1: bool = Field(False, description="zero1's weights are gathered behind the next forward")
     host: float = Field(1.0, gt=0, description="host time of an operation, in that of eager PyTorch with autocast")
 

@@ -36,10 +36,10 @@ class Workload(BaseModel):
     buffers, and the host time between kernels. ``lora_…``, ``double_quant`` and ``modules_to_save`` are a plan's
     adapters, where it has some
     (`shardwise.model.lora.AdapterFacts`). ``capacity_factor`` is that of a program whose experts compute a fixed number
-    of rows and drop what exceeds it, ``None`` where none is dropped; ``balanced_experts``: the router is made to load
-    all experts alike, as in benchmarks of speed. ``average``: a moving average of the trained weights is kept, in their
-    layout. ``objective`` is that of the plans that are searched. ``program`` has the traits of the program that runs.
-    ``document_len`` is the mean length of the documents that are packed into a sample; attention stays inside each.
+    of rows and drop what exceeds it, ``None`` where none is dropped. ``average``: a moving average of the trained
+    weights is kept, in their layout. ``objective`` is that of the plans that are searched. ``program`` has the traits
+    of the program that runs. ``document_len`` is the mean length of the documents that are packed into a sample;
+    attention stays inside each.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,7 +66,6 @@ class Workload(BaseModel):
     modules_to_save: tuple[str, ...] = ()
     average: bool = False
     capacity_factor: float | None = None
-    balanced_experts: bool = False
     objective: Objective = "lm"
     program: ProgramTraits = SHARDWISE
     document_len: int | None = None
@@ -86,8 +85,8 @@ class Workload(BaseModel):
         } | data
 
     def compiles(self, plan: Plan) -> bool:
-        """Return whether blocks run under ``torch.compile``: the one rule for memory and time."""
-        return self.compiled or plan.compile
+        """Return whether memory-bound operations of blocks are fused: the one rule for memory and time."""
+        return self.compiled or plan.compile or self.program.fused_kernels
 
     def fuses_loss(self, plan: Plan) -> bool:
         """Return whether the loss never widens the logits: asked for, or the program's."""

@@ -28,7 +28,7 @@ def experts_text(profile: ModelProfile, plan: Plan, workload: Workload) -> str:
     text += f" with {each:,} rows each on average"
     if workload.capacity_factor is not None:
         return f"{text}, filled to {workload.capacity_factor:g} times that"
-    if dims.ep == 1 or workload.balanced_experts:
+    if dims.ep == 1 or workload.program.balanced_experts:
         return text
     middle, high = (
         fullest_load(experts, dims.ep, quantile, share=sparse.share) - 1

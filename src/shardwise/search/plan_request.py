@@ -215,6 +215,11 @@ class PlanRequest(BaseModel):
     calibration: CalibrationFile | None = None
 
     @property
+    def fuses(self) -> bool:
+        """Return whether memory-bound operations of blocks are fused, by the compiler or by the program's kernels."""
+        return self.compiled or self.program.fused_kernels
+
+    @property
     def workload(self) -> Workload:
         """Build the workload for the cost model."""
         return Workload(
@@ -324,7 +329,7 @@ def build_request(
     cluster = tried(problems, lambda: find_cluster(words["cluster"], words.get("device", "auto"), words.get("nproc")))
     program = tried(problems, lambda: program_of(words, cluster))
     prices = tried(problems, lambda: Prices() if price is None else _prices(price)) or Prices()
-    profile, notes = tried(problems, lambda: _profile(words, profile_of)) or (None, [])
+    profile, notes = tried(problems, lambda: _profile(words, program or SHARDWISE, profile_of)) or (None, [])
     targets = tuple(part.strip() for part in (words["lora_targets"] or "").split(",") if part.strip())
     if profile is not None and strategy is not None:
         problems += adapter_problems(profile, strategy, targets)
@@ -383,7 +388,7 @@ def search_request(request: PlanRequest, profile: ModelProfile, *, costs: Costs,
     """Search the plans of a request; where none fits, with what would."""
 
     def shorter(length: int) -> ModelProfile:
-        return profile_of(request.model, seq_len=length, compiled=request.compiled)
+        return profile_of(request.model, seq_len=length, compiled=request.fuses)
 
     return search_and_advise(
         profile,
@@ -447,16 +452,17 @@ def _prices(path: Path) -> Prices:
     return read_prices(path, gpu_names())
 
 
-def _profile(words: Mapping[str, Any], profile_of: ProfileOf) -> tuple[ModelProfile, list[str]]:
+def _profile(words: Mapping[str, Any], program: ProgramTraits, profile_of: ProfileOf) -> tuple[ModelProfile, list[str]]:
     """Build the model's profile; also notes.
 
     Without a given length, the usual or the longest supported one is used, and noted.
     """
     lengths = [words["seq_len"]] if words["seq_len"] is not None else [USUAL_LENGTH, *SHORTER]
     before: list[str] = []
+    fuses = words["compiled"] or program.fused_kernels
     for length in lengths:
         try:
-            profile = profile_of(words["model"], seq_len=length, compiled=words["compiled"])
+            profile = profile_of(words["model"], seq_len=length, compiled=fuses)
         except UserError as error:
             if length == lengths[-1] or list(error.problems) == before:
                 raise  # an error unrelated to the length is not repeated five times
@@ -465,7 +471,7 @@ def _profile(words: Mapping[str, Any], profile_of: ProfileOf) -> tuple[ModelProf
         break
     longest = profile.max_seq_len
     if words["seq_len"] is None and profile.seq_len is not None and longest is not None and profile.seq_len > longest:
-        profile = profile_of(words["model"], seq_len=longest, compiled=words["compiled"])
+        profile = profile_of(words["model"], seq_len=longest, compiled=fuses)
     notes = []
     if words["seq_len"] is None and profile.seq_len is not None:
         notes.append(f"--seq-len was not given: {profile.seq_len} tokens")

@@ -36,10 +36,10 @@ from shardwise.cost.time.collective_time import (
     sharded_reduction,
     wire_share,
 )
-from shardwise.cost.time.estimate_time import CONTENTION, JITTER
+from shardwise.cost.time.estimate_time import JITTER
 from shardwise.cost.time.layer_time import COMPUTE_BYTES
 from shardwise.cost.time.optimizer_time import MASTER_BYTES
-from shardwise.cost.time.overlap import UnitRun, elapsed_s
+from shardwise.cost.time.overlap import CONTENTION, UnitRun, elapsed_s
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.measure.scaling_facts import Mode, Sample, Scaling, UnitTraffic, Z

@@ -265,9 +265,10 @@ def layout_of(plan: Plan, program: ProgramTraits = SHARDWISE) -> ShardLayout:
 
 def with_routing(layout: ShardLayout, workload: Workload) -> ShardLayout:
     """Return the layout with how the workload's router loads experts."""
-    if workload.capacity_factor is None and not workload.balanced_experts:
+    balanced = workload.program.balanced_experts
+    if workload.capacity_factor is None and not balanced:
         return layout
-    return replace(layout, capacity_factor=workload.capacity_factor, balanced=workload.balanced_experts)
+    return replace(layout, capacity_factor=workload.capacity_factor, balanced=balanced)
 
 
 @lru_cache(maxsize=4096)

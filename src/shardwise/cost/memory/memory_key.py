@@ -67,7 +67,6 @@ class MemoryKey:
             plan.rounding,
             plan.fp8,
             workload.capacity_factor,
-            workload.balanced_experts,
             *(() if cluster is None else (id(cluster), plan.sequences, workload.framework_overhead)),
         )
         self._hash = hash(self._facts)

@@ -24,7 +24,8 @@ from shardwise.cost.flops import mfu
 from shardwise.cost.memory.local_shapes import framework_of, layout_of, rank_blocks
 from shardwise.cost.same import Same
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind
-from shardwise.cost.time.cpu_time import SPREAD_CPU, cpu_host_s, cpu_send_s, ddp_buckets
+from shardwise.cost.time.cpu_time import cpu_host_s, cpu_send_s, ddp_buckets
+from shardwise.cost.time.interval import calibration_text, interval_of
 from shardwise.cost.time.layer_time import (
     COMPUTE_BYTES,
     UnitElements,
@@ -36,12 +37,12 @@ from shardwise.cost.time.layer_time import (
 )
 from shardwise.cost.time.machine import FP8_SHARD_CAST_BYTES, Machine, Rates, machine_of
 from shardwise.cost.time.optimizer_time import MASTER_BYTES, activations_s, update_s
+from shardwise.cost.time.overlap import CONTENTION
 from shardwise.cost.time.pipeline_time import pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.hardware.gpus import generation_name, generations
 from shardwise.model.lora import without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import ParallelDims, expert_dims
@@ -54,19 +55,10 @@ from shardwise.plan.workload import Workload
 
 __all__ = ["Rates", "step_time"]
 
-CONTENTION = 0.15  # seconds that computation grows by for each second of hidden communication; assumed, not fitted
 JITTER = 0.004  # fraction of a step lost for each doubling of nodes, whose slowest rank is slower; assumed, not fitted
 STEP_HOST_S = 1e-3  # host time of a step outside of units that the device waits for: clip, schedule, logging
 MICRO_HOST_S = 5e-3  # of a micro batch: loader, loss; it may run ahead; fitted on vTrain's rows (Megatron-DeepSpeed)
 ASYNC_TP_HIDES = 0.5  # fraction of tensor-parallel traffic that asynchronous tensor parallel hides; assumed
-# `Generation.spread` of generations without one: the interval of the five sources predicted by the factors of no
-# source (Ada's, CDNA 3's, Volta's, GeForce's and SimuMax's B200), each counting the same; kernel and host constants and
-# the known constants of each program had seen them. Ada and CDNA 3 have one small source each.
-SPREAD_OTHERS = (0.84, 1.61)
-# The interval of a program without a published step on this generation is so much wider on both sides. An estimate: the
-# medians of the sources' errors lie within 8 % of each other, and were seen.
-UNSEEN_PROGRAM = 1.1
-
 # Copies of unsharded weights for computation: none, those of autocast, or those of FSDP2 over shards of one rank.
 Copies = Literal["none", "autocast", "units"]
 
@@ -156,7 +148,7 @@ def step_time(
         )
     samples = split.micro * plan.grad_accum * plan.dims.dp / plan.dims.world_size / total
     utilisation = _mfu_of_one(key, where, plan.precision)
-    low, high = _spread(machine, program.name)
+    low, high = interval_of(machine, program.name, experts=plan.dims.ep > 1)
     return StepTime(
         step_s=total,
         low_s=total * low,
@@ -165,7 +157,7 @@ def step_time(
         samples_per_s_per_device=samples,
         tokens_per_s_per_device=samples * profile.seq_len if profile.seq_len else None,
         mfu=None if utilisation is None else utilisation * samples,
-        calibrated="measured rates" if rates is not None else _calibration_text(machine),
+        calibrated="measured rates" if rates is not None else calibration_text(machine),
     )
 
 
@@ -194,6 +186,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         padded=workload.program.pads_vocab,
         document=workload.document_len,
         host=workload.program.host,
+        compiled_host=workload.compiled or plan.compile,
         hides_reduction=megatron,
         casts_weights=not megatron,
         ring=framework != "shardwise",
@@ -201,8 +194,10 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         loss_parallel=plan.loss_parallel,
         ep=plan.dims.ep,
         capacity_factor=workload.capacity_factor,
-        balanced_experts=workload.balanced_experts,
+        balanced_experts=workload.program.balanced_experts,
         weighs_early=framework != "shardwise",
+        once_each_rank=workload.program.expert_dispatch == "ranks",
+        hides_dispatch=workload.program.overlaps_dispatch,
         recipe=plan.fp8,
         gathers_fp8=gathers_fp8(plan),
     )
@@ -493,27 +488,3 @@ def _send_s(machine: Machine, profile: ModelProfile, plan: Plan) -> float:
 def _clean(seconds: float) -> float:
     """Round a tiny negative or positive difference of equal sums to 0."""
     return seconds if abs(seconds) > 1e-12 else 0.0
-
-
-def _spread(machine: Machine, program: str) -> tuple[float, float]:
-    """Interval factors, measured over predicted: the generation's, wider for a program that it has no step of."""
-    if machine.rates is not None:
-        return SPREAD_CPU
-    found = generations().get(_generation(machine))
-    low, high = SPREAD_OTHERS if found is None or found.spread is None else found.spread
-    wider = 1.0 if found is not None and program in found.programs else UNSEEN_PROGRAM
-    return low / wider, high * wider
-
-
-def _calibration_text(machine: Machine) -> str:
-    """Sources of the fitted constants; empty for a generation without a published step."""
-    generation = _generation(machine)
-    found = generations().get(generation)
-    return f"published {generation} steps" if found is not None and found.in_step is not None else ""
-
-
-def _generation(machine: Machine) -> str:
-    """Generation of the GPU; empty where rates were measured instead."""
-    if machine.gpu is None or machine.rates is not None:
-        return ""
-    return generation_name(machine.gpu.arch, machine.gpu.name) or ""

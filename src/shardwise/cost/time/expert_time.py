@@ -7,8 +7,10 @@ here it is asked at the two numbers of full tiles around the expected one. Dispa
 rank of its expert, combine sends the result back, and backward repeats both the other way. Nothing hides them: the
 products of a layer wait for its dispatch (Megatron-LM without ``--overlap-moe-expert-parallel-comm``, torchtitan).
 
-Not modelled: copies of a token for one node that travel once (DeepEP), and schedules that overlap two micro batches
-(DualPipe); plans of programs that have them are predicted too slow.
+Programs that send a token once to each rank and node (DeepEP, HybridEP) send fewer bytes, by how many of them a token's
+experts are on if they are drawn evenly; those that overlap micro batches (Megatron-LM with the option above) hide the
+all-to-alls: both are traits of a program. Rows that arrived lie by their senders: they are sorted by expert once more,
+and the results back. Not modelled: routers that limit the nodes of a token, and DualPipe.
 """
 
 from __future__ import annotations
@@ -62,13 +64,41 @@ def routed_ops(unit: Unit) -> list[Op]:
     return [op for op in unit.ops if op.kind == "matmul" and op.experts]
 
 
-def dispatch_s(machine: Machine, unit: Unit, ep: int, tokens_part: float, width: int) -> float:
+def dispatch_s(
+    machine: Machine, unit: Unit, ep: int, tokens_part: float, width: int, *, once_each_rank: bool = False
+) -> float:
     """Seconds of one all-to-all of the copies of a micro batch's tokens, one way.
 
     ``tokens_part`` is how often a rank has a sample's copies: its micro batch over the ranks that share a sample.
+    ``once_each_rank``: a token crosses the network once for each node, and goes once to each rank.
     """
     products = routed_ops(unit)
     if ep <= 1 or not products:
         return 0.0
-    message = products[0].m * products[0].k * tokens_part * width
-    return machine.collective_s("all_to_all", message, ep, machine.cluster.devices_per_node)
+    op, per_node = products[0], machine.cluster.devices_per_node
+    message = op.m * op.k * tokens_part * width
+    if not once_each_rank:
+        return machine.collective_s("all_to_all", message, ep, per_node)
+    inside = machine.collective_s("all_to_all", message * _distinct_part(op, ep), min(ep, per_node), per_node)
+    if ep <= per_node:
+        return inside
+    nodes = math.ceil(ep / per_node)
+    return max(inside, machine.collective_s("all_to_all", message * _distinct_part(op, nodes), ep, per_node))
+
+
+def resort_s(machine: Machine, unit: Unit, ep: int, rows_part: float, width: int) -> float:
+    """Seconds to sort the rows that arrived from other ranks by expert, and their results back, one way.
+
+    ``rows_part`` is how often a rank has a sample's rows of experts.
+    """
+    products = routed_ops(unit)
+    if ep <= 1 or not products:
+        return 0.0
+    return machine.memory_s(4.0 * products[0].m * products[0].k * rows_part * width)
+
+
+def _distinct_part(op: Op, places: int) -> float:
+    """Return the places that a token's experts are on, of their number, if they are drawn evenly."""
+    chosen = max(1, round(op.share * op.experts))
+    missed = math.comb(op.experts - op.experts // places, chosen) / math.comb(op.experts, chosen)
+    return places * (1.0 - missed) / chosen

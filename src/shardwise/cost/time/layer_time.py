@@ -12,9 +12,10 @@ from functools import lru_cache
 
 from shardwise.cost.flops import attention_square_flops, recomputed
 from shardwise.cost.same import Same
-from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of
+from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of, resort_s, routed_ops
 from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.cost.time.machine import FP8_EAGER_LAUNCHES, FP8_ROWWISE, Machine, larger
+from shardwise.cost.time.overlap import CONTENTION
 from shardwise.model.profile import Op, Unit, Weight
 from shardwise.plan.fp8_recipes import converts, in_fp8
 from shardwise.plan.plan import Precision, Recompute
@@ -53,10 +54,12 @@ class WorkSplit:
     torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
     ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``shards_ends``: embedding and head
     work on sharded sequences, as in these two, while here they work on full ones. ``document`` is the mean length of
-    packed documents that attention stays inside of. ``host`` scales the host's time. ``weighs_early``: routing weights
-    multiply inside the experts, so that recompute ends in front of the exchange of their results, which is not saved.
-    ``recipe`` is torchao's for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no
-    product casts them.
+    packed documents that attention stays inside of. ``host`` scales the host's time, which
+    ``compiled_host`` shortens; kernels that are fused by hand do not. ``weighs_early``: routing weights multiply inside
+    the experts, so that recompute ends in front of the exchange of their results, which is not saved.
+    ``once_each_rank`` and ``hides_dispatch`` are a program's ``expert_dispatch`` and ``overlaps_dispatch``. ``recipe``
+    is torchao's for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no product casts
+    them.
     """
 
     tp: int
@@ -75,10 +78,13 @@ class WorkSplit:
     loss_parallel: bool = True
     document: int | None = None
     host: float = 1.0
+    compiled_host: bool = False
     ep: int = 1
     capacity_factor: float | None = None
     balanced_experts: bool = False
     weighs_early: bool = False
+    once_each_rank: bool = False
+    hides_dispatch: bool = False
     recipe: Fp8Recipe = "none"
     gathers_fp8: bool = False
 
@@ -158,7 +164,17 @@ class _Kernels:
 @lru_cache(maxsize=4096)
 def _of_ops(split: WorkSplit) -> WorkSplit:
     """Return the split without what the seconds of an op itself do not depend on."""
-    return replace(split, recompute="none", hides_reduction=False, ring=False, host=1.0, weighs_early=False)
+    return replace(
+        split,
+        recompute="none",
+        hides_reduction=False,
+        ring=False,
+        host=1.0,
+        compiled_host=False,
+        weighs_early=False,
+        once_each_rank=False,
+        hides_dispatch=False,
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -186,7 +202,12 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
             cp_recompute += there if repeated else 0.0
     tp_forward, tp_backward, tp_recompute = tensor_parallel_s(machine, unit, split)
     packed = sum(w.num_elements / _ways(w, split.tp, split.ep) for w in unit.weights if w.itemsize < 1)
-    moved = dispatch_s(machine, unit, split.ep, split.micro / split.cp / split.tp, COMPUTE_BYTES[split.precision])
+    tokens_part, width = split.micro / split.cp / split.tp, COMPUTE_BYTES[split.precision]
+    moved = dispatch_s(machine, unit, split.ep, tokens_part, width, once_each_rank=split.once_each_rank)
+    if moved:
+        sorting = resort_s(machine, unit, split.ep, split.experts_of(routed_ops(unit)[0])[0], width)
+        forward, backward = forward + sorting, backward + sorting
+        recompute += sorting if split.recompute != "none" else 0.0
     again = 0 if split.recompute == "none" else 1 if split.weighs_early else REPEATED_DISPATCHES
     if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
@@ -196,7 +217,10 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     if machine.rates is not None:
         each, again_each = CPU_LAUNCHES, CPU_BACKWARD_LAUNCHES
     host = (
-        split.host * machine.launch_s() * each * (COMPILED_LAUNCHES if split.compiled and unit.kind == "block" else 1.0)
+        split.host
+        * machine.launch_s()
+        * each
+        * (COMPILED_LAUNCHES if split.compiled_host and unit.kind == "block" else 1.0)
     )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     casts = _cast_launches(unit, split)
@@ -214,10 +238,17 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         host_backward_s=host * (launches * again_each + recompute_launches)
         + calls * (2.0 if recompute else 1.0)
         + casts[1] * machine.launch_s(),
-        ep_forward_s=2 * moved,
-        ep_backward_s=2 * moved,
-        ep_recompute_s=again * moved,
+        ep_forward_s=_exposed_s(2 * moved, forward, split),
+        ep_backward_s=_exposed_s(2 * moved, backward, split),
+        ep_recompute_s=_exposed_s(again * moved, recompute, split),
     )
+
+
+def _exposed_s(exchange: float, compute: float, split: WorkSplit) -> float:
+    """Seconds by which all-to-alls of experts lengthen a unit that computes for ``compute``."""
+    if not split.hides_dispatch:
+        return exchange
+    return max(0.0, exchange - compute) + CONTENTION * min(exchange, compute)
 
 
 def _ways(weight: Weight, tp: int, ep: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+CONTENTION = 0.15  # seconds that computation grows by for each second of hidden communication; assumed, not fitted
 _CLOSE = 1e-9  # seconds; two increments that differ by less are equal
 
 
