@@ -22,7 +22,7 @@ from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
 
 DATA = Path(__file__).parent / "data" / "published.csv"
-HELD_BACK = DATA.with_name("megatron_bridge.csv")  # a source that no constant was fitted on
+HELD_BACK = DATA.with_name("megatron_bridge.csv")  # a source that is kept apart
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"gated": True, "norm": "rms", "positions": "rope"},
     "gpt": {
@@ -126,7 +126,7 @@ def load_rows(*sources: str) -> list[Row]:
 
 
 def load_held_back() -> list[Row]:
-    """Rows of the source that no constant was fitted on."""
+    """Rows of the source that is kept apart."""
     return _rows(HELD_BACK, ())
 
 

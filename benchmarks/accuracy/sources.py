@@ -1,4 +1,4 @@
-"""Each source before, now and left out, and the source that no constant was fitted on."""
+"""Each source before, now and left out, and the source that is kept apart."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def before() -> dict[tuple[str, str], Document]:
 
 
 def held_back_document() -> Document:
-    """Every row of the source that no constant was fitted on: step time, interval and whether it fits."""
+    """Every row of the source that is kept apart: step time, interval and whether it fits."""
     rows = load_held_back()
     timed, problems = speed.predict(rows)
     found = []
@@ -73,5 +73,10 @@ def held_back_document() -> Document:
 
 
 def kind_of(row: Row) -> str:
-    """Whether its model is a mixture of experts."""
-    return "mixtures of experts" if any(unit.experts for unit in row.base.units) else "dense models"
+    """Whether its model is a mixture of experts, and how tokens are sent to them."""
+    if not any(unit.experts for unit in row.base.units):
+        return "dense models"
+    program = row.workload.program
+    if program.overlaps_dispatch:
+        return "mixtures, exchange hidden"
+    return "mixtures, " + ("a copy for each expert" if program.expert_dispatch == "copies" else "once to each rank")

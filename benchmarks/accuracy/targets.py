@@ -285,15 +285,23 @@ def peak_targets(name: str, rows: Sequence[Document]) -> list[Target]:
     ]
 
 
+def each_plan(rows: Iterable[Document], key: str = "error") -> list[float]:
+    """Of each plan of a source the median error of its rows, with its sign: releases print the same plan again."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        groups[row["label"]].append(row[key])
+    return [statistics.median(errors) for errors in groups.values()]
+
+
 def source_targets(speed_rows: Sequence[Document], left_out: Document, held_back: Document) -> list[Target]:
-    """Sources left out of the fit, and the source that no constant was fitted on."""
+    """Sources left out of the fit, and the source that is kept apart; GB300's rate is from it."""
     null: dict[str, list[float]] = defaultdict(list)
     for row in speed_rows:
         null[row["source"]].append(abs(row["null_error"]))
     under = [one for one in left_out["rows"] if one["left_out"] < statistics.median(null[one["source"]])]
     number, least = len(left_out["rows"]), math.ceil(2 * len(left_out["rows"]) / 3)
-    rows = held_back["rows"]
-    errors, stated = Errors.of(row["error"] for row in rows), [row for row in rows if row["fits"] is not None]
+    unseen = [row for row in held_back["rows"] if row["gpu"] != "GB300"]
+    errors, stated = Errors.of(each_plan(unseen)), [row for row in held_back["rows"] if row["fits"] is not None]
     refused = [row for row in stated if row["fits"] is False]
     assert errors is not None
     return [
@@ -310,7 +318,7 @@ def source_targets(speed_rows: Sequence[Document], left_out: Document, held_back
             len(under) >= least,
         ),
         Target(
-            f"step time, told, a source that nothing was fitted on: median error ({errors.rows} rows)",
+            f"step time, told, a source kept apart, without GB300: median error of {errors.rows} plans",
             "≤ 10 %",
             part(errors.median),
             errors.median <= 0.1,

@@ -64,7 +64,7 @@ def compared() -> list[str]:
             wrong.append(f"{dtype}: {counted}")
     mixed = [torch.full((3,), float(dist.get_rank()), dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
     with CollectiveRecorder(lambda: "backward") as recorder:
-        memory.mean(mixed)
+        memory.mean(mixed[:: 1 - 2 * (dist.get_rank() % 2)])  # in another order on odd ranks
     counted = [(one.num_bytes, one.dtype) for one in recorder.collectives]
     if counted != [(24, "float32"), (48, "float64")] or {one.mean().item() for one in mixed} != {(world - 1) / 2}:
         wrong.append(f"two types at once: {counted}, {mixed}")
@@ -144,8 +144,8 @@ def refused() -> list[str]:
 
 def test_a_rank_that_ends_or_stays_away_or_has_another_size_is_told() -> None:
     sizes = (
-        "ranks are in different collectives, one may have been interrupted: all_reduce of 4 bytes after 0 pieces, "
-        "all_reduce of 8 bytes after 0 pieces"
+        "ranks are in different collectives, one may have been interrupted: all_reduce of 4 bytes of torch.float32 after 0 pieces, "
+        "all_reduce of 8 bytes of torch.float32 after 0 pieces"
     )
     ended = "rank 1 of the group has ended inside a collective through shared memory"
     late = "rank 1 of the group did not answer in time inside a collective through shared memory"

@@ -28,6 +28,7 @@ SIZE = SLOTS * PIECE + 4096  # then a page with the number of pieces that were w
 SPIN = 200  # looks at a count before a rank begins to sleep between them
 NAP_S = 5e-5
 _KINDS = ("all_reduce", "broadcast")
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 LOOK_S = 0.2  # between looks whether a rank that is waited for still runs
 
 
@@ -52,8 +53,10 @@ class SharedMemory:
         Raises:
             RuntimeError: a rank has ended, does not come within the group's time limit, or has another size.
         """
-        for dtype in dict.fromkeys(one.dtype for one in tensors):
+        for dtype in sorted({one.dtype for one in tensors}, key=_DTYPES.index):  # in one order on all ranks
             self._mean([one for one in tensors if one.dtype == dtype])
+        if not tensors:
+            self._meet(StandsFor("all_reduce", 0))
 
     def _mean(self, tensors: Sequence[torch.Tensor]) -> None:
         self._meet(StandsFor("all_reduce", sum(one.nbytes for one in tensors), tensors[0].dtype))
@@ -87,11 +90,15 @@ class SharedMemory:
 
     def _meet(self, meant: StandsFor) -> None:
         """Wait for all ranks, over gloo, and compare what each is about to do and how many pieces it has counted."""
-        mine = torch.tensor([_KINDS.index(meant.name), meant.num_bytes, self._count])
+        dtype = -1 if meant.dtype is None else _DTYPES.index(meant.dtype)
+        mine = torch.tensor([_KINDS.index(meant.name), meant.num_bytes, self._count, dtype])
         theirs = torch.empty(self.group.size(), len(mine), dtype=mine.dtype)
         begin_exchange(meant, theirs, mine.expand_as(theirs).contiguous(), self.group).wait()
         if not torch.equal(theirs, mine.expand_as(theirs)):
-            told = [f"{_KINDS[kind]} of {size} bytes after {count} pieces" for kind, size, count in theirs.tolist()]
+            told = [
+                f"{_KINDS[kind]} of {size} bytes of {'nothing' if dtype < 0 else _DTYPES[dtype]} after {count} pieces"
+                for kind, size, count, dtype in theirs.tolist()
+            ]
             raise RuntimeError(f"ranks are in different collectives, one may have been interrupted: {', '.join(told)}")
 
     def _slot(self, size: int) -> torch.Tensor:

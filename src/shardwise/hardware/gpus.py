@@ -264,6 +264,7 @@ class Generation:
     watts: float = 1.0
     fixed_s: float = 1e-6
     launch_s: float = 6e-6
+    spread_experts: float = 1.0
     cudnn: tuple[float, float] | None = None
     fitted: bool = False
     in_step: tuple[float, float, float, float] | None = None

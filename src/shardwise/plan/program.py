@@ -211,6 +211,10 @@ def _contradictions(traits: ProgramTraits) -> list[str]:
         found.append(f"rounding = '{traits.rounding}' is of weights = 'compute'; leave it out")
     if traits.overlaps_zero1 and "zero1" not in traits.bases:
         found.append("overlaps_zero1 = true is of zero1, which bases leave out")
+    if "ep" not in traits.axes:
+        names = ("expert_dispatch", "overlaps_dispatch", "balanced_experts")
+        given = [name for name in names if getattr(traits, name) != getattr(SHARDWISE, name)]
+        found += [f"{name} is of experts over ranks, which axes leave out" for name in given]
     if "tp" not in traits.axes:
         given = [name for name in ("sequence_parallel", "async_tp") if getattr(traits, name) is not None]
         found += [f"{name} is of tensor parallelism, which axes leave out" for name in given]

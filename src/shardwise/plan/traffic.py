@@ -97,11 +97,23 @@ def weight_uses(strategy: Strategy, micro_batches: int) -> int:
     return micro_batches * (2 if strategy.reshards_after_forward else 1)
 
 
-def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
+def distinct_part(experts: int, per_token: int, ep: int, ranks: int = 1) -> float:
+    """Places of ``ranks`` ranks each that a token's experts are on, over their number, where they are drawn evenly.
+
+    What a program sends of a token that goes once to each rank, or node, over a copy for each of its experts.
+    """
+    each, chosen = experts // ep, max(1, per_token)
+    sizes = [each * min(ranks, ep - first) for first in range(0, ep, ranks)]
+    missed = sum(math.comb(experts - size, chosen) for size in sizes) / math.comb(experts, chosen)
+    return (len(sizes) - missed) / chosen
+
+
+def sent_bytes(profile: ModelProfile, plan: Plan, *, per_node: int | None = None) -> dict[str, float]:
     """Bytes sent by one device in one optimizer step by axis (``dp``, ``ep``, …); axes of one rank are left out.
 
-    Payload of ring algorithms. Leaves out protocol overhead, the collectives of the clipped norm and of the loss (a few
-    bytes), and padding.
+    Payload of ring algorithms. Of experts over more than ``per_node`` ranks it is what crosses the network, where the
+    program sends a token once to each node. Leaves out protocol overhead, the collectives of the clipped norm and of
+    the loss (a few bytes), and padding.
     """
     dims, moved = plan.dims, data_traffic(plan)
     narrow = itemsize_of(plan.precision)
@@ -126,7 +138,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan) -> dict[str, float]:
     if dims.ep > 1:
         experts = sum(w.num_elements for unit in _last_block(profile) for w in unit.weights if w.experts)
         found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, experts, plan, moved, narrow)
-        found["ep"] = accum * _dispatched(profile, plan, narrow) * (dims.ep - 1) / dims.ep
+        found["ep"] = accum * _dispatched(profile, plan, narrow) * _dispatched_part(profile, plan, per_node)
     rows = plan.sequences * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
@@ -193,6 +205,17 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     )
     exchanges = DISPATCHES + REPEATED_DISPATCHES * min(1.0, again)
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
+
+
+def _dispatched_part(profile: ModelProfile, plan: Plan, per_node: int | None) -> float:
+    """Part of a copy for each expert that leaves its rank, or its node where a token goes once to each."""
+    ep = plan.dims.ep
+    if plan.program not in program_table() or find_program(plan.program).expert_dispatch == "copies":
+        return (ep - 1) / ep
+    routed = next(unit for unit in profile.units if unit.experts)
+    ranks = per_node if per_node is not None and ep > per_node else 1
+    sent = distinct_part(routed.experts, round(routed.share * routed.experts), ep, ranks)
+    return sent * (1 - ranks / ep)
 
 
 def _gathered(unit: Unit, plan: Plan, narrow: float, *, experts: bool = True) -> float:

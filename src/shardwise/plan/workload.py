@@ -91,7 +91,7 @@ class Workload(BaseModel):
     def fuses_loss(self, plan: Plan) -> bool:
         """Return whether the loss never widens the logits: asked for, or the program's."""
         loss = self.program.loss
-        return self.fused_loss or loss == "fused" or (loss == "compiled" and self.compiles(plan))
+        return self.fused_loss or loss == "fused" or (loss == "compiled" and (self.compiled or plan.compile))
 
     @property
     def custom_state(self) -> OptimizerSpec | None:

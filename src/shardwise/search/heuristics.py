@@ -14,7 +14,7 @@ from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.plan import Recompute
 from shardwise.plan.program import ProgramTraits
-from shardwise.plan.traffic import weight_uses
+from shardwise.plan.traffic import distinct_part, weight_uses
 from shardwise.plan.workload import Workload
 from shardwise.search.enumerate import Layout
 
@@ -52,6 +52,7 @@ class Totals:
     experts: int = 0  # elements of routed experts
     trained_experts: int = 0
     copied: float = 0.0  # elements of a sample's tokens that are sent to experts, over all layers
+    routed: tuple[int, int] = (1, 1)  # experts of a layer, and those of one token
 
 
 def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, precision: str) -> Totals:
@@ -90,6 +91,7 @@ def totals_of(profile: ModelProfile, workload: Workload, cluster: ClusterSpec, p
         trained_experts=sum(
             w.num_elements * u.count for u in profile.units for w in u.weights if w.experts * w.trainable
         ),
+        routed=max(((unit.experts, round(unit.share * unit.experts)) for unit in profile.units), default=(1, 1)),
         copied=each * sum(op.moved / 2 * u.count for u in profile.units for op in u.ops if op.name == "dispatch"),
     )
 
@@ -140,16 +142,25 @@ def rough_step_time_s(
         sent = 4 * activation * (1 + totals.kv_share) / dims.tp * (dims.cp - 1) / dims.cp  # tokens for heads, and back
         exposed += accum * blocks * sent / link
     if dims.ep > 1:
-        link = totals.link if dims.ep <= totals.per_node else totals.network
-        exposed += (
-            accum * 4 * 2 * micro * totals.copied / (dims.cp * dims.tp * dims.pp) * (dims.ep - 1) / dims.ep / link
-        )
+        exchange = accum * 4 * 2 * micro * totals.copied / model_ranks * _sent_s(totals, dims.ep)
+        hidden = min(exchange, compute) * (recompute != "full") * totals.program.overlaps_dispatch
+        exposed += exchange - 0.85 * hidden
     data = _data_parallel_s(totals, layout, accum, accum if every else 1)
     model_ways = dims.tp * dims.pp
     if strategy.offload:
         exposed += totals.trainable * 12 / (model_ways * dims.dp_shard * totals.host_link)
     body = max(compute + exposed, data) + 0.15 * min(compute, data)
     return body * (accum + dims.pp - 1) / accum
+
+
+def _sent_s(totals: Totals, ep: int) -> float:
+    """Seconds to send a byte of each copy of a token to its expert's rank, or one for all on that rank and node."""
+    across = ep > totals.per_node
+    if totals.program.expert_dispatch == "copies":
+        return (ep - 1) / ep / (totals.network if across else totals.link)
+    inside = distinct_part(*totals.routed, ep) / totals.link
+    nodes = distinct_part(*totals.routed, ep, totals.per_node) * (1 - totals.per_node / ep) if across else 0.0
+    return max(inside, nodes / totals.network)
 
 
 def _data_parallel_s(totals: Totals, layout: Layout, accum: int, reduces: int) -> float:

@@ -69,7 +69,7 @@ def _fp8_problems(program: ProgramTraits, cluster: ClusterSpec | None) -> list[s
     asked, gpu = f"--fp8 {program.fp8}", None if cluster is None else cluster.gpu
     if program.fp8 not in RECIPES:
         return []
-    if not program.is_own and program.modules != "torchtitan":
+    if not program.is_own and (program.modules != "torchtitan" or program.fused_kernels):
         return [f"{asked} is torchao's, and --program {program.name} has its own fp8; take --precision fp8 for that"]
     if gpu is not None and not supports(gpu, "fp8"):
         return [f"{asked}: {gpu.name} has no fp8 products; leave it out, or name GPUs that have (Ada, Hopper, newer)"]

@@ -120,7 +120,7 @@ def _is_timed(
     their states are not among a CPU's measured kernels.
     """
     in_table = cluster.gpu is not None and bool(cluster.gpu.peak_flops)
-    other = workload.compiled or workload.optimizer not in MEASURED_OPTIMIZERS
+    other = workload.compiled or workload.program.fused_kernels or workload.optimizer not in MEASURED_OPTIMIZERS
     other = other or (workload.document_len is not None and workload.document_len < (profile.seq_len or 0))
     ops = [op for unit in profile.units for op in unit.ops]
     other = other or any(op.kind == "conv" or op.experts or op.name == PACKED_MASK for op in ops)

@@ -236,6 +236,7 @@ def estimate(
 def _estimate(key: MemoryKey) -> Estimate:
     profile, plan, workload, cluster = key.profile, key.plan, key.workload, key.cluster
     assert cluster is not None
+    fused = workload.fuses_loss(plan)
     if workload.compiles(plan) and not workload.compiled:
         workload = workload.model_copy(update={"compiled": True})
     traits = workload.program
@@ -243,7 +244,7 @@ def _estimate(key: MemoryKey) -> Estimate:
     micro = plan.sequences
     written = WRITTEN if expandable else profile.num_blocks  # without, it matters how a row is split into blocks
     waits, adds = plan.gradient_sync == "last", traits.adds_in_buckets or layout.masters
-    early, fused = plan.optimizer_in_backward, workload.fuses_loss(plan)
+    early = plan.optimizer_in_backward
     held = traits.logit_bytes if fused == (traits.loss == "fused") else None  # of the program's own loss
     again = (plan.recompute, plan.recompute_layers)
     shape = (plan.grad_accum, *again, waits, adds, fused, plan.loss_chunks, written, early)

@@ -197,10 +197,20 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         balanced_experts=workload.program.balanced_experts,
         weighs_early=framework != "shardwise",
         once_each_rank=workload.program.expert_dispatch == "ranks",
-        hides_dispatch=workload.program.overlaps_dispatch,
+        hidden_dispatch=_hidden_dispatch(plan) if workload.program.overlaps_dispatch else 0.0,
         recipe=plan.fp8,
         gathers_fp8=gathers_fp8(plan),
     )
+
+
+def _hidden_dispatch(plan: Plan) -> float:
+    """Return the part of what experts exchange that runs beside another micro batch's products.
+
+    The first forward and the last backward are alone. Megatron-LM refuses the overlap with full recompute, and in a
+    pipeline without virtual stages (Megatron-Bridge v0.5.0, ``training/comm_overlap.py``): nothing is hidden there.
+    """
+    alone = plan.recompute == "full" or (plan.dims.pp > 1 and plan.virtual_stages == 1)
+    return 0.0 if alone else 1 - 1 / plan.grad_accum
 
 
 def _wires(plan: Plan, strategy: Strategy, program: ProgramTraits, ranks_per_node: int, *, megatron: bool) -> Wires:

@@ -21,6 +21,7 @@ from shardwise.cost.expert_load import TIME_QUANTILE, fullest_load
 from shardwise.cost.time.machine import Machine
 from shardwise.model.profile import Op, Unit
 from shardwise.plan.plan import Precision
+from shardwise.plan.traffic import distinct_part
 
 TILE = 128  # rows of a tile of a grouped product
 LEAST_ROWS = 16  # of a tile that an expert with few rows fills
@@ -79,26 +80,20 @@ def dispatch_s(
     message = op.m * op.k * tokens_part * width
     if not once_each_rank:
         return machine.collective_s("all_to_all", message, ep, per_node)
-    inside = machine.collective_s("all_to_all", message * _distinct_part(op, ep), min(ep, per_node), per_node)
-    if ep <= per_node:
-        return inside
-    nodes = math.ceil(ep / per_node)
-    return max(inside, machine.collective_s("all_to_all", message * _distinct_part(op, nodes), ep, per_node))
+    chosen = round(op.share * op.experts)
+    parts = [distinct_part(op.experts, chosen, ep, ranks) for ranks in (1, per_node)]
+    inside = machine.collective_s("all_to_all", message * parts[0], min(ep, per_node), per_node)
+    return (
+        inside if ep <= per_node else max(inside, machine.collective_s("all_to_all", message * parts[1], ep, per_node))
+    )
 
 
 def resort_s(machine: Machine, unit: Unit, ep: int, rows_part: float, width: int) -> float:
-    """Seconds to sort the rows that arrived from other ranks by expert, and their results back, one way.
+    """Seconds to sort the rows that arrived from other ranks by expert, and their results back.
 
-    ``rows_part`` is how often a rank has a sample's rows of experts.
+    Forward, and backward as much. ``rows_part`` is how often a rank has a sample's rows of experts.
     """
     products = routed_ops(unit)
     if ep <= 1 or not products:
         return 0.0
     return machine.memory_s(4.0 * products[0].m * products[0].k * rows_part * width)
-
-
-def _distinct_part(op: Op, places: int) -> float:
-    """Return the places that a token's experts are on, of their number, if they are drawn evenly."""
-    chosen = max(1, round(op.share * op.experts))
-    missed = math.comb(op.experts - op.experts // places, chosen) / math.comb(op.experts, chosen)
-    return places * (1.0 - missed) / chosen

@@ -13,19 +13,19 @@ SPREAD_OTHERS = (0.84, 1.61)
 # The interval of a program without a published step on this generation is so much wider on both sides. An estimate: the
 # medians of the sources' errors lie within 8 % of each other, and were seen.
 UNSEEN_PROGRAM = 1.1
-# Of experts that are spread over ranks the upper end: a source of 120 rows that was not fitted on took 1.12 times as
-# long as predicted in the median, those of dense models 0.99 times (benchmarks/accuracy, `held_back.json`).
-SPREAD_EXPERTS = 1.15
 
 
 def interval_of(machine: Machine, program: str, *, experts: bool) -> tuple[float, float]:
-    """Measured over predicted, the middle 80 %: the generation's, wider for a program that it has no step of."""
+    """Measured over predicted, the middle 80 %: the generation's, wider for a program that it has no step of.
+
+    ``experts`` are spread over ranks: the upper end is the generation's for those (`Generation.spread_experts`).
+    """
     if machine.rates is not None:
         return SPREAD_CPU
     found = generations().get(_generation(machine))
     low, high = SPREAD_OTHERS if found is None or found.spread is None else found.spread
     wider = 1.0 if found is not None and program in found.programs else UNSEEN_PROGRAM
-    return low / wider, high * wider * (SPREAD_EXPERTS if experts else 1.0)
+    return low / wider, high * wider * (found.spread_experts if found is not None and experts else 1.0)
 
 
 def calibration_text(machine: Machine) -> str:

@@ -57,9 +57,9 @@ class WorkSplit:
     packed documents that attention stays inside of. ``host`` scales the host's time, which
     ``compiled_host`` shortens; kernels that are fused by hand do not. ``weighs_early``: routing weights multiply inside
     the experts, so that recompute ends in front of the exchange of their results, which is not saved.
-    ``once_each_rank`` and ``hides_dispatch`` are a program's ``expert_dispatch`` and ``overlaps_dispatch``. ``recipe``
-    is torchao's for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no product casts
-    them.
+    ``once_each_rank``: a token is sent once to each rank and node, without a copy for each of its experts.
+    ``hidden_dispatch`` is the part of what experts exchange that other micro batches can hide. ``recipe`` is torchao's
+    for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no product casts them.
     """
 
     tp: int
@@ -84,7 +84,7 @@ class WorkSplit:
     balanced_experts: bool = False
     weighs_early: bool = False
     once_each_rank: bool = False
-    hides_dispatch: bool = False
+    hidden_dispatch: float = 0.0
     recipe: Fp8Recipe = "none"
     gathers_fp8: bool = False
 
@@ -172,15 +172,18 @@ def _of_ops(split: WorkSplit) -> WorkSplit:
         host=1.0,
         compiled_host=False,
         weighs_early=False,
-        once_each_rank=False,
-        hides_dispatch=False,
+        hidden_dispatch=0.0,
     )
 
 
 @lru_cache(maxsize=8192)
 def _ops_s(kernels: _Kernels, unit: Same[Unit], split: WorkSplit) -> tuple[tuple[float, float], ...]:
-    """Seconds of each op of a unit, forward and backward."""
-    return tuple(op_s(kernels.machine, unit.value, op, split) for op in unit.value.ops)
+    """Seconds of each op of a unit, forward and backward; none of copies that are not made to be sent."""
+    sent = split.once_each_rank and split.ep > 1
+    return tuple(
+        (0.0, 0.0) if sent and op.name == "dispatch" else op_s(kernels.machine, unit.value, op, split)
+        for op in unit.value.ops
+    )
 
 
 def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
@@ -207,7 +210,8 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     if moved:
         sorting = resort_s(machine, unit, split.ep, split.experts_of(routed_ops(unit)[0])[0], width)
         forward, backward = forward + sorting, backward + sorting
-        recompute += sorting if split.recompute != "none" else 0.0
+        if split.recompute != "none":  # it ends in front of the results' way back where they are weighed early
+            recompute += sorting / (2.0 if split.weighs_early else 1.0)
     again = 0 if split.recompute == "none" else 1 if split.weighs_early else REPEATED_DISPATCHES
     if packed:  # 4-bit weights are dequantized to the compute type before each use
         unpack = machine.memory_s(packed * (0.516 + COMPUTE_BYTES[split.precision]))
@@ -246,9 +250,8 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
 
 def _exposed_s(exchange: float, compute: float, split: WorkSplit) -> float:
     """Seconds by which all-to-alls of experts lengthen a unit that computes for ``compute``."""
-    if not split.hides_dispatch:
-        return exchange
-    return max(0.0, exchange - compute) + CONTENTION * min(exchange, compute)
+    hidden = split.hidden_dispatch * min(exchange, compute)
+    return exchange - hidden + CONTENTION * hidden
 
 
 def _ways(weight: Weight, tp: int, ep: int) -> int:
@@ -311,16 +314,16 @@ def _recipe_s(
     ahead, back = _products_s(machine, op, rows, depth, columns, "fp8")
     slower = FP8_ROWWISE if split.recipe == "rowwise" else 1.0
     weights = 0.0 if split.gathers_fp8 else depth * columns
-    gradients = rows * columns * (1.0 if split.compiled and split.recipe == "tensorwise" else 2.0)
+    gradients = rows * columns * (1.0 if split.compiled_host and split.recipe == "tensorwise" else 2.0)
     return (
-        ahead * slower + machine.cast_s(rows * depth + weights, compiled=split.compiled),
-        back * slower + machine.cast_s(gradients + weights + rows * depth, compiled=split.compiled),
+        ahead * slower + machine.cast_s(rows * depth + weights, compiled=split.compiled_host),
+        back * slower + machine.cast_s(gradients + weights + rows * depth, compiled=split.compiled_host),
     )
 
 
 def _cast_launches(unit: Unit, split: WorkSplit) -> tuple[int, int]:
     """Kernels of the eager casts around a unit's products, forward and backward."""
-    if split.recipe == "none" or split.compiled or unit.kind != "block":
+    if split.recipe == "none" or split.compiled_host or unit.kind != "block":
         return 0, 0
     ahead = back = 0
     for op, repeated in zip(unit.ops, recomputed(unit, split.recompute), strict=True):
