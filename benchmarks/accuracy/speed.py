@@ -22,7 +22,7 @@ from shardwise.cost.time.estimate_time import step_time
 from shardwise.cost.time.step_time import StepTime
 from shardwise.errors import PlanError
 from shardwise.search.enumerate import complexity
-from shardwise.search.search import PLAIN_TIE, TIE
+from shardwise.search.problem import PLAIN_TIE, TIE
 
 CHOICE = "vtrain_ground_truth"  # the source whose groups hold many plans each
 

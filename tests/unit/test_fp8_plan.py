@@ -87,7 +87,7 @@ def test_nothing_is_saved_in_fp8_and_casts_take_memory_for_a_moment() -> None:
 
 def split(recipe: str, **options: Any) -> WorkSplit:
     facts = {"tp": 1, "cp": 1, "micro": 1, "precision": "fp8", "recompute": "none", "compiled": True}
-    return WorkSplit(**(facts | {"recipe": recipe} | options))
+    return WorkSplit(**(facts | {"recipe": recipe, "compiled_host": options.get("compiled", True)} | options))
 
 
 def test_seconds_of_a_product_are_those_of_the_three_in_fp8_and_of_their_casts() -> None:

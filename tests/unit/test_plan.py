@@ -257,11 +257,15 @@ class TestDims:
             (
                 "fsdp+ep3",
                 8,
-                "fsdp+ep3: ep 3 spreads experts over dp_shard 8 ranks: it divides them; use one of 2, 4, 8",
+                "fsdp+ep3: ep 3 must divide the dp_shard 8 ranks that experts are spread over; use one of 2, 4, 8",
             ),
-            ("fsdp+tp4+ep2", 16, "dp_shard 4 × tp 4 = 16 ranks: it divides them, and is a multiple of 4"),
-            ("hsdp+ep16", 16, "dp_shard 8 ranks: it divides them; use one of 2, 4, 8"),
-            ("ddp+ep2", 1, "dp_replicate 1 ranks: it divides them; leave +ep out"),
+            (
+                "fsdp+tp4+ep2",
+                16,
+                "the dp_shard 4 × tp 4 = 16 ranks that experts are spread over, and be a multiple of 4",
+            ),
+            ("hsdp+ep16", 16, "dp_shard 8 ranks that experts are spread over; use one of 2, 4, 8"),
+            ("ddp+ep2", 1, "dp_replicate 1 ranks that experts are spread over; leave +ep out"),
         ],
     )
     def test_degrees_that_experts_cannot_have(self, text, world, says):

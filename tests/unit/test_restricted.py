@@ -179,6 +179,7 @@ def test_a_payload_is_refused_by_name_and_does_not_run(kind, tmp_path, monkeypat
     def no_import(*args, **kwargs):
         raise AssertionError(f"imports {args[0]}")
 
+    "".encode("raw_unicode_escape")  # Python imports this codec when protocol 0 first needs it
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", no_import)
         with pytest.raises(CheckpointError) as caught:

@@ -144,8 +144,8 @@ def refused() -> list[str]:
 
 def test_a_rank_that_ends_or_stays_away_or_has_another_size_is_told() -> None:
     sizes = (
-        "ranks are in different collectives, one may have been interrupted: all_reduce of 4 bytes of torch.float32 after 0 pieces, "
-        "all_reduce of 8 bytes of torch.float32 after 0 pieces"
+        "ranks are in different collectives, one may have been interrupted: all_reduce of 4 bytes of torch.float32 "
+        "after 0 pieces, all_reduce of 8 bytes of torch.float32 after 0 pieces"
     )
     ended = "rank 1 of the group has ended inside a collective through shared memory"
     late = "rank 1 of the group did not answer in time inside a collective through shared memory"

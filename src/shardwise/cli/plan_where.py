@@ -25,7 +25,9 @@ from shardwise.report.where_report import (
 )
 from shardwise.run.calibration import corrected_costs
 from shardwise.search.candidate import Candidate, SearchResult
-from shardwise.search.plan_request import search_request, tried
+from shardwise.search.memory_savers import saving_memory
+from shardwise.search.plan_request import is_config, search_request, tried
+from shardwise.search.problem import ask
 from shardwise.search.search import search
 from shardwise.search.where import SpotRuns, offers_at, owned_places, places_of
 
@@ -62,10 +64,13 @@ def run_where(
 
     def plan(cluster: ClusterSpec) -> SearchResult:
         try:
-            costs = corrected_costs(cluster)
-            return search(profile, request.workload, cluster, request.pins, costs=costs, any_plan=request.any_plan)
+            facts: Any = {"costs": corrected_costs(cluster), "any_plan": request.any_plan}
+            found = search(profile, request.workload, cluster, request.pins, **facts)
+            problem = ask(profile, request.workload, cluster, request.pins, **facts)
         except PlanError:
             return SearchResult(candidates=(), recommended=None, considered=0)
+        saved = found if is_config(request.model) else saving_memory(problem, found)
+        return saved if saved.optimizer is None else found  # another optimizer is another training
 
     runs = SpotRuns(prices.interruptions_per_day, prices.save_minutes, prices.restart_minutes)
     places = [*places_of(catalogue), *owned_places(prices)]

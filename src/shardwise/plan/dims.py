@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.errors import PlanError
+from shardwise.plan.divisibility import one_of
 from shardwise.plan.strategy import DEGREES, Strategy
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -149,19 +150,22 @@ def dims_for(
     return dims
 
 
-def spread_problem(dims: ParallelDims) -> str:
-    """Explain why experts cannot be spread over ``dims.ep`` ranks, with degrees that work; empty if they can."""
+def spread_problem(dims: ParallelDims, experts: int = 0) -> str:
+    """Explain why experts cannot be spread over ``dims.ep`` ranks, with degrees that work; empty if they can.
+
+    Degrees that do not divide ``experts`` of a layer, where it is given, are not proposed.
+    """
     ranks, inner = dims.expert_ranks, dims.cp * dims.tp
     if dims.ep == 1 or (ranks % dims.ep == 0 and dims.ep % inner == 0):
         return ""
     axis = "dp_shard" if dims.dp_shard > 1 else "dp_replicate"
     factors = [(axis, ranks // inner), ("cp", dims.cp), ("tp", dims.tp)]
     shown = " × ".join(f"{name} {n}" for name, n in factors if n > 1 or name == axis)
-    works = [n for n in range(2, ranks + 1) if ranks % n == 0 and n % inner == 0]
-    fix = f"use one of {', '.join(map(str, works[:8]))}" if works else "leave +ep out"
+    works = [n for n in range(2, ranks + 1) if ranks % n == 0 and n % inner == 0 and experts % n == 0]
+    fix = f"use {one_of(works[:8])}" if works else "leave +ep out"
     over = f" = {ranks}" if inner > 1 else ""
-    many = f", and is a multiple of {inner} because the ranks of a sample have different experts" if inner > 1 else ""
-    return f"ep {dims.ep} spreads experts over {shown}{over} ranks: it divides them{many}; {fix}"
+    many = f", and be a multiple of {inner} because the ranks of a sample have different experts" if inner > 1 else ""
+    return f"ep {dims.ep} must divide the {shown}{over} ranks that experts are spread over{many}; {fix}"
 
 
 def _hsdp_degrees(

@@ -7,7 +7,12 @@ beyond sizes: fused projections, operations on tokens, unsharded parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+
+def one_of(values: Sequence[int]) -> str:
+    """``one of 2, 4``, or the only value."""
+    return str(values[0]) if len(values) == 1 else f"one of {', '.join(map(str, values))}"
 
 
 def kv_repeats(kv_heads: int, degree: int) -> int:
@@ -38,7 +43,7 @@ def tensor_problem(heads: int, kv_heads: int, tp: int, widths: Collection[int] =
     if tensor_fits(heads, kv_heads, tp):
         what = f"the {wrong[0]} inputs of a row-parallel layer"
     works = [n for n in range(2, heads + 1) if tensor_fits(heads, kv_heads, n) and not any(w % n for w in widths)]
-    fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +tp out"
+    fix = f"use {one_of(works[:6])}" if works else "leave +tp out"
     return f"tp {tp} does not divide {what}; {fix}"
 
 
@@ -47,19 +52,23 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
     if heads % tp or context_fits(heads, kv_heads, tp, cp):
         return ""
     works = [n for n in range(2, heads // tp + 1) if context_fits(heads, kv_heads, tp, n)]
-    fix = f"use one of {', '.join(map(str, works[:6]))}" if works else "leave +cp out"
+    fix = f"use {one_of(works[:6])}" if works else "leave +cp out"
     each = f" of a rank ({heads} over tp {tp})" if tp > 1 else ""
     return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with complete heads; {fix}"
 
 
-def expert_problem(experts: int, ep: int) -> str:
-    """Explain why ``ep`` ranks cannot have equally many of a layer's experts, with valid values; else empty."""
+def expert_problem(experts: int, ep: int, ranks: int = 0) -> str:
+    """Explain why ``ep`` ranks cannot have equally many of a layer's experts, with valid values; else empty.
+
+    Values that do not divide the ``ranks`` that experts are spread over, where they are given, are not proposed.
+    """
     if ep == 1 or (experts and experts % ep == 0):
         return ""
     if experts < 2:
         return f"ep {ep} spreads experts over ranks, and this model has none; leave +ep out"
-    works = [n for n in range(2, experts + 1) if experts % n == 0]
-    return f"ep {ep} does not divide the {experts} experts of a layer; use one of {', '.join(map(str, works[:8]))}"
+    works = [n for n in range(2, experts + 1) if experts % n == 0 and ranks % n == 0]
+    fix = f"use {one_of(works[:8])}" if works else "leave +ep out"
+    return f"ep {ep} does not divide the {experts} experts of a layer; {fix}"
 
 
 def length_problem(seq_len: int, tp: int, cp: int) -> str:

@@ -44,7 +44,7 @@ def _without(problem: SearchProblem, best: Candidate, others: Sequence[Candidate
     if plain and not fitting:
         near = min(plain, key=lambda c: c.memory.device_bytes)
         yield (
-            f"no plan without {shown} fits: the nearest, {near.plan.strategy}, needs "
+            f"no data-parallel plan fits: the nearest, {near.plan.strategy}, needs "
             f"{bytes_text(near.memory.device_bytes)} and {bytes_text(problem.usable)} are usable"
         )
     timed = [c for c in fitting if c.time is not None]
@@ -55,7 +55,7 @@ def _without(problem: SearchProblem, best: Candidate, others: Sequence[Candidate
     gap = fastest.time.step_s / best.time.step_s - 1
     if gap > 0:
         yield (
-            f"without {shown} the fastest is {fastest.plan.strategy}, {gap:.0%} slower at "
+            f"the fastest data-parallel plan is {fastest.plan.strategy}, {gap:.0%} slower at "
             f"{seconds_text(fastest.time.step_s)} a step"
         )
 

@@ -181,11 +181,13 @@ def misfits(
 ) -> list[str]:
     """Return the conflicts of a pinned ``strategy`` with model and cluster, each with a fix."""
     problems = [problem] if (problem := _tensor_problem(profile, strategy.tp, cuts_experts=strategy.ep == 1)) else []
-    problems += [problem] if (problem := expert_problem(profile.experts, strategy.ep)) else []
+    problems += [problem] if (problem := _experts_problem(strategy, profile.experts, cluster.world_size)) else []
     blocks = profile.num_blocks
     if strategy.pp > max(blocks, 1):
         fix = f"use pp {blocks} or less" if blocks > 1 else "leave +pp out"
         problems.append(f"pp {strategy.pp} is more than the model's {blocks} repeated blocks; {fix}")
+    else:
+        problems += [problem] if (problem := _stages_problem(strategy, blocks, pins)) else []
     seq_len = workload.seq_len or profile.seq_len
     if strategy.cp > 1 and (seq_len is None or profile.heads is None):
         problems.append(f"cp {strategy.cp} divides sequences, and this model has none; leave +cp out")
@@ -203,6 +205,30 @@ def misfits(
             f"use degrees whose product divides {cluster.world_size}"
         )
     return problems + _optimizer_problems(strategy, workload, pins)
+
+
+def _experts_problem(strategy: Strategy, experts: int, world: int) -> str:
+    """Return why experts cannot be spread, with degrees that divide both the experts and the ranks."""
+    inner = strategy.tp * strategy.cp
+    dp, left = divmod(world, inner * strategy.pp)
+    if strategy.base == "hsdp" or left:
+        return expert_problem(experts, strategy.ep)  # `dims_for` has the ranks
+    sharded = {"dp_shard": dp} if strategy.shards_parameters else {"dp_replicate": dp}
+    dims = ParallelDims(tp=strategy.tp, pp=strategy.pp, cp=strategy.cp, ep=strategy.ep, **sharded)
+    return expert_problem(experts, strategy.ep, dims.expert_ranks) or spread_problem(dims, experts)
+
+
+def _stages_problem(strategy: Strategy, blocks: int, pins: Pins) -> str:
+    """Return why a pipeline has more virtual stages than the model has blocks."""
+    virtual = pins.options.get("virtual_stages", 1)
+    if strategy.pp == 1 or virtual == 1 or strategy.pp * virtual <= blocks:
+        return ""
+    most = blocks // strategy.pp
+    fix = f"use at most {most}" if most > 1 else "leave it out"
+    return (
+        f"pp {strategy.pp} × --virtual-stages {virtual} = {strategy.pp * virtual} stages need as many blocks, and the "
+        f"model has {blocks}; {fix}"
+    )
 
 
 def _optimizer_problems(strategy: Strategy, workload: Workload, pins: Pins) -> list[str]:
@@ -231,6 +257,8 @@ def _misplaced(strategy: Strategy, profile: ModelProfile, cluster: ClusterSpec, 
     given = pins.dp_replicate is not None or pins.dp_shard is not None
     if strategy.base == "hsdp" and cluster.nodes == 1 and not given:
         return "one node: nothing to gain over fsdp"
+    if problem := _stages_problem(strategy, profile.num_blocks, pins):
+        return problem
     if strategy.offload and cluster.device == "cpu":
         return "the device's memory is the host's: offload makes no room"
     return ""

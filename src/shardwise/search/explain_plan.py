@@ -17,7 +17,7 @@ from shardwise.plan.traffic import sent_bytes, traffic_text
 from shardwise.search.axis_reasons import purposes
 from shardwise.search.candidate import Candidate
 from shardwise.search.enumerate import complexity
-from shardwise.search.problem import SAID_TIE, SearchProblem
+from shardwise.search.problem import SAID_TIE, SearchProblem, tie_of
 from shardwise.units import bytes_text, count_text, counted, seconds_text
 
 PARTS = {
@@ -143,7 +143,7 @@ def slower_text(problem: SearchProblem, candidate: Candidate, best: Candidate) -
     assert time is not None and reference is not None
     gap = time.step_s / reference.step_s - 1
     simpler = complexity(best.plan.parsed) < complexity(candidate.plan.parsed)
-    if _is_tie(candidate, best):
+    if abs(gap) <= tie_of(candidate.plan):
         side = "slower" if gap >= 0 else "faster"
         verdict = f"and {best.plan.strategy} is simpler" if simpler else f"and {best.plan.strategy} is predicted ahead"
         return f"a tie ({abs(gap):.1%} {side}, less than the model's error), {verdict}"

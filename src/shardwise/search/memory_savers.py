@@ -14,8 +14,8 @@ from shardwise.plan.optimizers import OPTIMIZERS
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import SearchProblem
-from shardwise.search.search import TIE, rank, search
+from shardwise.search.problem import TIE, SearchProblem
+from shardwise.search.search import rank, search
 
 CHUNKS = 8  # of the loss
 

@@ -15,6 +15,7 @@ from shardwise.plan.plan import Plan, Precision, RunPrecision
 from shardwise.plan.workload import Workload
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted, with_adapter
+from shardwise.search.enumerate import complexity
 from shardwise.search.heuristics import Totals, totals_of
 
 if TYPE_CHECKING:
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
     from shardwise.cost.time.estimate_time import Rates
 
 SAID_TIE = 0.05  # relative times within the model's error
+TIE = 0.02  # relative difference in predicted time below which simplicity decides
+PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
 MEASURED_OPTIMIZERS = ("adamw", "sgd")  # whose seconds on a CPU are those of the bytes that they move
 USABLE: dict[str, float] = {"cuda": 0.97, "cpu": 0.9}  # of a device's memory; a CPU's is shared with libraries
+
+
+def tie_of(plan: Plan) -> float:
+    """Return by how much ``plan`` may be slower than the fastest, to be chosen for being simpler."""
+    axes, swaps, *_ = complexity(plan.parsed)
+    return TIE if axes or swaps else PLAIN_TIE
 
 
 @dataclass(frozen=True)

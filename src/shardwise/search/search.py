@@ -44,11 +44,9 @@ if TYPE_CHECKING:
 
 from shardwise.search.expert_reasons import unrun_experts
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import USABLE, Costs, SearchProblem, ask
+from shardwise.search.problem import TIE, USABLE, Costs, SearchProblem, ask, tie_of
 from shardwise.search.recompute_layers import with_fewest_layers
 
-TIE = 0.02  # relative difference in predicted time below which simplicity decides
-PLAIN_TIE = 0.05  # the same for plans without model-parallel axes and offload: simpler is kept within this
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
 LOWER_BOUND_SLACK = 1.03  # a plan is dropped only if its lower bound exceeds the limit by this factor
 ALIKE = 0.8  # of a strategy's gap between lower bound and estimate, what it has at other degrees: 0.86 and more seen
@@ -217,26 +215,27 @@ def fitting_options(problem: SearchProblem, layout: Layout) -> list[Option]:
 
     Memory grows with the micro batch while gradients accumulate, so the largest that fits is found by bisection,
     bounded above by more recompute and below by unsharded gradients; smaller ones are kept too, since they leave more
-    micro batches to a pipeline. Without accumulation sharded gradients are reduced at once, which may need less: that
-    case is examined separately.
+    micro batches to a pipeline. Without accumulation sharded gradients are reduced at once, which may need less: the
+    rank's full share, which a pinned micro batch leaves out, is examined separately.
     """
     options: list[Option] = []
     base = plan_for(problem, layout, layout.micros[0], "none")
-    full = layout.micros[-1]  # the rank's full share
-    most = {sync: len(layout.micros) - 2 for sync in syncs(layout, problem.workload.program)}
+    full = layout.share if layout.micros[-1] == layout.share else None
+    parts = layout.micros if full is None else layout.micros[:-1]
+    most = {sync: len(parts) - 1 for sync in syncs(layout, problem.workload.program)}
     for recompute in reversed(recomputes(problem)):
         least = -1
         for sync in syncs(layout, problem.workload.program):
             plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
             last = least = _largest(problem, layout, plan, least, most[sync])
             most[sync] = min(most[sync], max(0, last))
-            micros = list(layout.micros[max(0, last - MICROS + 1) : last + 1])
-            if sync == "last" and _passes(problem, layout, plan, full):
+            micros = list(parts[max(0, last - MICROS + 1) : last + 1])
+            if sync == "last" and full is not None and _passes(problem, layout, plan, full):
                 micros.append(full)
             for micro in micros:
                 rough_s = rough_step_time_s(problem.totals, layout, micro, recompute, every=sync == "every")
                 options.append(Option(layout, micro, recompute, sync, rough_s))
-            if len(micros) and micros[-1] == full:
+            if micros and micros[-1] == full:
                 break  # more traffic has no benefit here
         if not options and _is_hopeless(problem, layout):
             break
@@ -530,9 +529,7 @@ def _simplicity(plan: Plan) -> tuple[float, ...]:
 
 
 def _is_close(candidate: Candidate, fastest_s: float) -> bool:
-    axes, swaps, *_ = complexity(candidate.plan.parsed)
-    share = TIE if axes or swaps else PLAIN_TIE
-    return candidate.time is not None and candidate.time.step_s <= fastest_s * (1 + share)
+    return candidate.time is not None and candidate.time.step_s <= fastest_s * (1 + tie_of(candidate.plan))
 
 
 def _eligible(problem: SearchProblem, candidate: Candidate) -> bool:

@@ -170,7 +170,6 @@ def _of_ops(split: WorkSplit) -> WorkSplit:
         hides_reduction=False,
         ring=False,
         host=1.0,
-        compiled_host=False,
         weighs_early=False,
         hidden_dispatch=0.0,
     )
