@@ -29,6 +29,14 @@ def test_another_strategy_is_not_answered_by_a_finished_run(finished: Path) -> N
     assert "finished: all 6 steps" in err
 
 
+def test_what_was_changed_after_the_last_step_is_refused_and_nothing_is_lost(finished: Path) -> None:
+    files = [finished / "run" / name for name in ("summary.json", "plan.toml")]
+    before = [file.read_text() for file in files]
+    _, err = configs.train(finished / "config.toml", "optimizer.lr=0.5", "--strategy", "fsdp", exit_code=2)
+    assert "contains a finished run with optimizer.lr" in err and "(not 0.5); raise train.steps to continue it" in err
+    assert [file.read_text() for file in files] == before
+
+
 def test_fewer_steps_than_were_done(finished: Path) -> None:
     before = (finished / "run" / "summary.json").read_text()
     _, err = configs.train(finished / "config.toml", "train.steps=2", exit_code=2)

@@ -766,3 +766,13 @@ class TestSavingMemory:
     def test_what_is_pinned_is_left_as_it_is(self):
         result = self.answer(60, strategy=parse_strategy("ddp"))
         assert result.recommended is None and result.candidates[0].plan.loss_chunks == 1
+
+
+@pytest.mark.parametrize("strategy", [None, "fsdp", "zero2"])
+def test_pinning_what_the_search_chose_changes_nothing(strategy):
+    asked = (load_profile("llama-3.1-8b", seq_len=4096), Workload(seq_len=4096, global_batch=64))
+    pins = Pins(strategy=strategy and parse_strategy(strategy))
+    free = search(*asked, parse_cluster("8xH100"), pins)
+    plan = free.candidates[free.recommended].plan.model_copy(update={"reason": ""})
+    again = search(*asked, parse_cluster("8xH100"), pins.model_copy(update={"micro_batch": plan.micro_batch}))
+    assert again.candidates[again.recommended].plan.model_copy(update={"reason": ""}) == plan

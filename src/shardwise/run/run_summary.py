@@ -83,8 +83,9 @@ def finished(config: Config) -> dict[str, Any] | None:
     """Return the summary of this run if it has finished all steps on unchanged data.
 
     Raises:
-        ConfigError: the folder has a run, finished or not, and the config forbids resuming; or it
-            has this run, finished under another strategy or precision than requested now.
+        ConfigError: the folder has a run, finished or not, and the config forbids resuming; or it has this run,
+            finished under another strategy or precision than requested now; or a finished one of as many steps over
+            the same data, trained otherwise.
     """
     output = Path(config.train.output)
     if not config.checkpoint.resume and (
@@ -96,6 +97,7 @@ def finished(config: Config) -> dict[str, Any] | None:
         )
     found = summary_of(config)
     if found is None:
+        _refuse_changed(config)
         return None
     summary, spread, trained_on = found
     wanted = spread_of(config)
@@ -109,6 +111,28 @@ def finished(config: Config) -> dict[str, Any] | None:
         )
     corpus = prepare_data(config, output / "data", lambda text: None)
     return summary if corpus.fingerprint == trained_on else None
+
+
+def _refuse_changed(config: Config) -> None:
+    """Refuse a finished run of as many steps over the same data: nothing would be trained with what was changed."""
+    try:
+        old = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())["config"]
+        lengths = [(one["train"]["steps"], one["train"]["epochs"], one["data"]) for one in (old, identity(config))]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if lengths[0] != lengths[1]:
+        return
+    changes = [
+        f"{table}.{key} {old[table].get(key)!r} (not {value!r})"
+        for table, values in identity(config).items()
+        for key, value in values.items()
+        if isinstance(old.get(table), dict) and old[table].get(key) != value
+    ]
+    if changes:
+        raise ConfigError(
+            f"train.output '{config.train.output}' contains a finished run with {', '.join(changes)}; raise "
+            "train.steps to continue it with the change, or choose another train.output to train anew"
+        )
 
 
 def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | None] | None:
