@@ -94,7 +94,7 @@ def _check(words: Mapping[str, Any], other: Mapping[str, Any], one_plan: Mapping
     name = asked or "several --cluster"
     problems = [f"{ONE_PLAN[key]} has no meaning with {name}; remove it" for key, value in one_plan.items() if value]
     for flag, keys in (("--serve", SERVING), ("--where", RANKING)):
-        given = [f"--{key.replace('_', '-')}" for key in keys if other[key] is not None and asked != flag]
+        given = [f"--{key.replace('_', '-')}" for key in keys if other[key] is not None and not other[flag[2:]]]
         problems += [f"{option} is an option of {flag}; add that, or remove it" for option in given]
     if other["serve"] and other["where"]:
         problems.append("--serve and --where are two questions; ask one")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shardwise.cost.price import dollars_per_million_tokens
 from shardwise.hardware.cluster import ClusterSpec
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import Plan, products
+from shardwise.plan.program import OWN
 from shardwise.plan.stage_balance import longest_stage
 from shardwise.search.candidate import Candidate, SearchResult
 from shardwise.units import bytes_text, counted, hours_text, money_text, number_text, seconds_text
@@ -61,7 +62,8 @@ def sentences(best: Candidate, cluster: ClusterSpec, result: SearchResult, block
         tokens, samples = time.tokens_per_s_per_device, time.samples_per_s_per_device
         rate, noun = (samples, "samples") if tokens is None else (tokens, "tokens")
         speed = "" if rate is None else f", {number_text(rate)} {noun}/s a device"
-        mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}"
+        peak = " of the bf16 peak" if products(best.plan) == "fp8" else ""
+        mfu = "" if time.mfu is None else f", MFU {time.mfu:.1%}{peak}"
         span = f"{seconds_text(time.low_s)} to {seconds_text(time.high_s)}"
         lines.append(f"{needs}, and a step takes {seconds_text(time.step_s)} ({span} in 8 of 10 cases){speed}{mfu}.")
     lines.append(_third(best, cluster, result))
@@ -93,7 +95,8 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
     if best.plan.objective != "lm":
         return f"Note that {what}."
     if best.plan.precision == "fp8":
-        return f"Note that {what}; plan with --precision bf16 for the best of what it runs."
+        other = "" if best.plan.program == OWN else " and without --program"
+        return f"Note that {what}; plan with --precision bf16{other} for the best of what it runs."
     if len(result.candidates) == 1:
         return f"Note that {what}."
     if not runs:

@@ -223,14 +223,17 @@ def memory_arithmetic(
     )
     in_flight = f" × up to {min(dims.pp, plan.grad_accum)} micro batches in flight" if dims.pp > 1 else ""
     stage = f"{blocks / dims.pp:.3g} blocks" if dims.pp > 1 else counted(blocks, "block")
+    transit = "a block's unsharded gradient in transit"
+    if plan.grad_accum > 1 and not plan.syncs_every_micro_batch:
+        transit = "the unsharded gradients of all blocks, until the last micro batch"
     if layout.replicates:
         gathered = f"a block's {width}-byte weights, and its unsharded gradient in transit"
     elif not layout.shards:
         gathered = f"autocast's {width}-byte weights" if layout.autocasts else "reduction buckets"
     elif strategy.reshards_after_forward:
-        gathered = f"gathered blocks of {width}-byte weights, and a block's unsharded gradient in transit"
+        gathered = f"gathered blocks of {width}-byte weights, and {transit}"
     else:
-        gathered = f"all gathered {width}-byte weights, and a block's unsharded gradient in transit"
+        gathered = f"all gathered {width}-byte weights, and {transit}"
     return [
         ("parameters", memory.parameters, f"{full} × bytes at rest{model_ways}{ways}{own}{twice}"),
         ("gradients", memory.gradients, f"{trained} trained × {each} B{model_ways}{gradient_ways}{own_gradient}"),

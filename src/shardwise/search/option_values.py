@@ -86,6 +86,19 @@ def about_program(program: ProgramTraits, text: str) -> list[str]:
     return [f"--program {text}: costs are those of {about}; train runs this package's own program"]
 
 
+def about_nodes(cluster: ClusterSpec) -> list[str]:
+    """Say where NVLink is taken to end, if GPUs that it joins across hosts are given by the host."""
+    gpu, inside = cluster.gpu, cluster.devices_per_node
+    most = None if gpu is None else gpu.devices_per_node
+    if gpu is None or most is None or most <= 8 or cluster.nodes == 1 or inside >= 8:
+        return []
+    fit = next(n for n in range(most, 0, -1) if cluster.world_size % n == 0)
+    return [
+        f"--cluster: a node is what NVLink joins, here {inside} GPUs, and {gpu.name} has it over up to {most}; for "
+        f"racks write {cluster.world_size // fit}x{fit}x{gpu.name}"
+    ]
+
+
 def bad_choices(words: Mapping[str, Any]) -> list[str]:
     """List each choice among known words that is none of them."""
     why = refused(words["fp8"])

@@ -29,6 +29,7 @@ from shardwise.search.advice import search_and_advise
 from shardwise.search.candidate import Pins, SearchResult
 from shardwise.search.option_values import (
     ALL_LAYERS,
+    about_nodes,
     about_program,
     adapter_problems,
     bad_choices,
@@ -351,6 +352,7 @@ def build_request(
         *notes,
         *without_effect_notes(words, profile, cluster, links),
         *about_program(program, words["program"]),
+        *about_nodes(cluster),
     ]
     if words["precision"] is None:
         notes.append(f"--precision was not given: {precision_text(default_precision(cluster), cluster, named=False)}")
