@@ -225,6 +225,12 @@ def test_a_users_file(tmp_path: Any) -> None:
     assert len(error.value.problems) == 3
     for part in ("did you mean 'torchtune'", "did you mean 'expandable_segments'", "weights = 'bf16'"):
         assert part in text
+    kinds = write(tmp_path / "kinds.toml", 'axes = "tp"\nfused_kernels = "yes"\nlogit_bytes = "6"\n')
+    with pytest.raises(PlanError, match="true or false") as error:
+        find_program(kinds)
+    assert len(error.value.problems) == 3 and "axes = 'tp' must be a list" in str(error.value)
+    with pytest.raises(PlanError, match="overlaps_dispatch is of experts over ranks, which axes leave out"):
+        find_program(write(tmp_path / "dense.toml", 'base = "trl"\noverlaps_dispatch = true\n'))
     contradiction = write(tmp_path / "two.toml", 'accumulate = "compute"\nrounding = "kahan"\n')
     with pytest.raises(PlanError) as error:
         find_program(contradiction)

@@ -123,6 +123,14 @@ class ProgramTraits(BaseModel):
 
 
 SHARDWISE = ProgramTraits()
+# pydantic's names of types, in the words of TOML
+_MUST_BE = {
+    "bool_type": " must be true or false",
+    "float_type": " must be a number",
+    "int_type": " must be a whole number",
+    "string_type": " must be a text",
+    "tuple_type": " must be a list",
+}
 
 
 @lru_cache(maxsize=1)
@@ -186,15 +194,16 @@ def _of_file(text: str, data: Mapping[str, Any], stem: str) -> ProgramTraits:
         for key in data
         if key not in known
     ]
-    given = {key: value for key, value in data.items() if key in known}
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key in known}
     given.setdefault("name", stem if stem != OWN else f"{stem}.toml")
     if given["name"] in program_table():
         problems.append(f"name = '{given['name']}' is a known program's; give the file's program another name")
     try:
-        traits = ProgramTraits.model_validate(_named(start).model_dump() | given)
+        traits = ProgramTraits.model_validate(_named(start).model_dump() | given, strict=True)
     except ValidationError as error:
-        wrong = [(one["loc"][0], one["input"], one["msg"].removeprefix("Value error, ")) for one in error.errors()]
-        problems += [f"{key} = {value!r}: {why}" for key, value, why in wrong]
+        for one in error.errors():
+            why = _MUST_BE.get(one["type"], f": {one['msg'].removeprefix('Value error, ')}")
+            problems.append(f"{one['loc'][0]} = {one['input']!r}{why}")
     else:
         problems += _contradictions(traits)
     if problems:
