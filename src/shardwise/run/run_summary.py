@@ -114,7 +114,12 @@ def finished(config: Config) -> dict[str, Any] | None:
 
 
 def _refuse_changed(config: Config) -> None:
-    """Refuse a finished run of as many steps over the same data: nothing would be trained with what was changed."""
+    """Refuse a finished run of as many steps over the same data: nothing would be trained with what was changed.
+
+    One without checkpoints is trained anew.
+    """
+    if not saved_steps(folder_of(config.checkpoints)):
+        return
     try:
         old = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())["config"]
         lengths = [(one["train"]["steps"], one["train"]["epochs"], one["data"]) for one in (old, identity(config))]
@@ -126,7 +131,7 @@ def _refuse_changed(config: Config) -> None:
         f"{table}.{key} {old[table].get(key)!r} (not {value!r})"
         for table, values in identity(config).items()
         for key, value in values.items()
-        if isinstance(old.get(table), dict) and old[table].get(key) != value
+        if isinstance(old.get(table), dict) and key in old[table] and old[table][key] != value
     ]
     if changes:
         raise ConfigError(

@@ -222,15 +222,16 @@ def fitting_options(problem: SearchProblem, layout: Layout) -> list[Option]:
     base = plan_for(problem, layout, layout.micros[0], "none")
     full = layout.share if layout.micros[-1] == layout.share else None
     parts = layout.micros if full is None else layout.micros[:-1]
-    most = {sync: len(parts) - 1 for sync in syncs(layout, problem.workload.program)}
+    ways = syncs(layout, problem.workload.program)
+    most = {sync: len(parts) - 1 for sync in ways}
     for recompute in reversed(recomputes(problem)):
         least = -1
-        for sync in syncs(layout, problem.workload.program):
+        for sync in ways:
             plan = base.model_copy(update={"recompute": recompute, "gradient_sync": sync})
             last = least = _largest(problem, layout, plan, least, most[sync])
             most[sync] = min(most[sync], max(0, last))
             micros = list(parts[max(0, last - MICROS + 1) : last + 1])
-            if sync == "last" and full is not None and _passes(problem, layout, plan, full):
+            if sync == ways[0] and full is not None and _passes(problem, layout, plan, full):
                 micros.append(full)
             for micro in micros:
                 rough_s = rough_step_time_s(problem.totals, layout, micro, recompute, every=sync == "every")
