@@ -22,7 +22,8 @@ from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
 
 DATA = Path(__file__).parent / "data" / "published.csv"
-HELD_BACK = DATA.with_name("megatron_bridge.csv")  # a source that is kept apart
+APART = ("megatron_bridge.csv", "read_later.csv")  # sources that are kept apart: no constant is fitted on them
+OWN_PROGRAMS = DATA.with_name("programs")  # files of traits, as ``--program`` takes them
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"gated": True, "norm": "rms", "positions": "rope"},
     "gpt": {
@@ -36,6 +37,15 @@ FAMILIES: dict[str, dict[str, object]] = {
         "tied": True,
     },
     "mpt": {"gated": False, "norm": "layer", "positions": "alibi", "tied": True},
+    "qwen": {"gated": True, "norm": "rms", "positions": "rope", "fused_qkv": True, "qkv_bias": True},
+    "internlm": {
+        "gated": True,
+        "norm": "rms",
+        "positions": "rope",
+        "fused_qkv": True,
+        "qkv_bias": True,
+        "output_bias": True,
+    },
 }
 
 
@@ -61,6 +71,10 @@ PROGRAMS = {
     "answerai_fsdp_qlora": "fsdp-qlora",
     "misc_small": "shardwise",
     "megatron_bridge": "megatron-bridge",
+    "llm_foundry_h100": "llm-foundry",
+    "qwen_2023": "trl",  # and DeepSpeed where a row says so
+    "internevo": str(OWN_PROGRAMS / "internevo.toml"),
+    "fms_fsdp": str(OWN_PROGRAMS / "fms-fsdp.toml"),
 }
 # ``--lora-rank`` and ``--lora-targets`` of the code and configurations that their pages name (data/README.md).
 ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -69,6 +83,7 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "torchtune llama3.1-70b": (16, ("q", "v", "o", "mlp")),
     "nemo_2412": (16, ("q", "k", "v", "qkv")),  # nemo/collections/llm/recipes: peft.target_modules = ['linear_qkv']
     "answerai_fsdp_qlora": (64, ("q", "k", "v", "gate", "up", "down")),
+    "qwen_2023": (64, ("qkv", "o", "mlp")),  # finetune.py: c_attn, c_proj (of attention and MLP), w1, w2
 }
 
 
@@ -125,9 +140,9 @@ def load_rows(*sources: str) -> list[Row]:
     return _rows(DATA, sources)
 
 
-def load_held_back() -> list[Row]:
-    """Rows of the source that is kept apart."""
-    return _rows(HELD_BACK, ())
+def load_held_back(*sources: str) -> list[Row]:
+    """Rows of the sources that are kept apart, or of those named."""
+    return [row for name in APART for row in _rows(DATA.with_name(name), sources)]
 
 
 def _rows(path: Path, sources: Sequence[str]) -> list[Row]:
@@ -190,6 +205,7 @@ def _row(record: dict[str, str]) -> Row | None:
             "lora_rank": rank,
             "lora_targets": targets,
             "double_quant": "nf4 without" not in record["framework"],
+            "modules_to_save": ("embedding", "head") if "trains embedding" in record["framework"] else (),
         }
     )
     base = _profile(architecture, seq_len, compiled)
@@ -218,6 +234,8 @@ def _program(record: dict[str, str]) -> ProgramTraits:
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
     if name == "megatron-bridge" and "overlaps dispatch" in framework:
         name = "megatron-bridge-overlap"
+    if "DeepSpeed" in framework:
+        name = "deepspeed"
     program = find_program("torchtitan-2024" if name == "torchtitan" and not recent else name)
     return program.model_copy(update={"expert_dispatch": "copies"}) if "alltoall" in framework else program
 

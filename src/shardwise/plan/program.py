@@ -27,7 +27,7 @@ from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 # beside tensor or pipeline parallel, which this version does not run), or torchtitan's, i.e. PyTorch's modules
 # with ring attention. In the latter two, embedding and head work on sharded sequences, too.
 Framework = Literal["shardwise", "megatron", "torchtitan"]
-AttentionKernel = Literal["flash", "cudnn", "unfused"]
+AttentionKernel = Literal["flash", "cudnn", "flash-1", "unfused"]
 Axis = Literal["tp", "pp", "cp", "ep"]
 AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 OWN = "shardwise"

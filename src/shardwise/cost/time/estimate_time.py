@@ -407,12 +407,18 @@ def _traffic(
     """
     if not weights.expert_elements:
         return _unit_traffic(machine, weights, base, dims, accumulates, wires)
-    experts = UnitElements(weights.expert_elements, weights.expert_trainable, weights.expert_at_rest_bytes)
+    experts = UnitElements(
+        weights.expert_elements,
+        weights.expert_trainable,
+        weights.expert_at_rest_bytes,
+        wide=weights.expert_wide,
+    )
     rest = UnitElements(
         weights.elements - experts.elements,
         weights.trainable - experts.trainable,
         weights.at_rest_bytes - experts.at_rest_bytes,
         in_fp8=weights.in_fp8,
+        wide=weights.wide - experts.wide,
     )
     among = expert_dims(dims)
     one = _unit_traffic(machine, rest, base, dims, accumulates, wires)
@@ -447,20 +453,22 @@ def _unit_traffic(
         reduce = machine.collective_s(kind, sent * weights.trainable, ranks, inner)
         add = 2.0 * wires.stored if accumulates else 0.0
         if copies == "units":  # FSDP2 over shards of one rank: cast, copied, and gradients copied twice
-            unit = (MASTER_BYTES + width if low_precision else 0.0) + 2.0 * width
+            unit = (MASTER_BYTES + width if low_precision else 0.0) * weights.wide + 2.0 * width * weights.elements
             return WireTime(
                 reduce_s=reduce,
-                copy_forward_s=machine.memory_s(unit * weights.elements),
-                copy_backward_s=machine.memory_s(unit * weights.elements + (width + 12.0 + add) * weights.trainable),
+                copy_forward_s=machine.memory_s(unit),
+                copy_backward_s=machine.memory_s(unit + (width + 12.0 + add) * weights.trainable),
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
         again = 1.0 if wires.recasts else 0.0
-        cast = weights.elements - (weights.in_fp8 if wires.fp8 else 0.0)  # a product in fp8 casts the weight itself
+        cast = max(0.0, weights.wide - (weights.in_fp8 if wires.fp8 else 0.0))  # a product in fp8 casts the weight itself
         return WireTime(
             reduce_s=reduce,
             bucket_bytes=sent * weights.trainable,
             copy_forward_s=machine.memory_s(casts * cast),
-            copy_backward_s=machine.memory_s(again * casts * cast + (casts + add) * weights.trainable),
+            copy_backward_s=machine.memory_s(
+                again * casts * cast + casts * min(weights.wide, weights.trainable) + add * weights.trainable
+            ),
         )
     ranks = dims.dp_shard * dims.cp
     eighth = weights.in_fp8 if wires.gathers_fp8 else 0.0

@@ -28,6 +28,7 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2), (64, 64, 3))
 SPLITS = (1, 2, 4, 8)  # parts of the contraction, where there are too few tiles to fill the multiprocessors
 BACKWARD_FLOPS = 2.5  # flash attention's backward: five products for the forward's two (FlashAttention-2)
+FLASH_1 = 1.6  # seconds of FlashAttention 1 in Triton over 2's, which is 1.3 to 2.5 times as fast (arXiv 2307.08691)
 QUERY_BLOCK = 128  # rows of a block of queries
 ATTENTION_FIXED_S = 5e-6  # start and end of an attention kernel on the device; an estimate
 # Passes over the scores beside the two products, forward and backward, with Megatron-LM's kernels of before flash
@@ -37,7 +38,7 @@ UNFUSED_PASSES = (4.5, 5.5)
 ACCUMULATE_COST = 1.05  # of a product that adds into fp32 (both GPUs of the operator tables)
 WIDE_HEAD = 0.80  # efficiency of heads wider than 128 against 128 (192/128 rows of the operator tables, both GPUs)
 NARROW_HEAD_POWER = 0.2  # (head_dim / 128) ** this below 128: 0.87 at 64; an estimate
-POWER_EXPONENT = 0.25  # sustained rate against watts: A100 PCIe (300 W) 252.9, SXM (400 W) 271.2 TFLOP/s (MAMF)
+POWER_EXPONENT = 0.5  # of the sustained rate against watts: steps of a 500 W H100 against those of the 700 W one
 
 
 def supports(gpu: GpuSpec, precision: str) -> bool:
@@ -175,7 +176,7 @@ def _machine_of(
     if found.sustained_flops is not None and precision != "fp32":
         power = (watts / found.watts) ** POWER_EXPONENT if watts else 1.0
         held = lasting or found.sustained_flops * power
-        sustained = min(best, held * (2.0 if precision == "fp8" else 1.0))
+        sustained = min(best, held * (found.sustained_fp8 if precision == "fp8" else 1.0))
     return _Machine(
         found=found,
         burst=min(peak, best * found.burst),
@@ -239,7 +240,7 @@ def _attention_s(
     flops = 4.0 * batch * heads * rows * rows * head_dim * share
     width = WIDE_HEAD if head_dim > QUERY_BLOCK else (head_dim / QUERY_BLOCK) ** NARROW_HEAD_POWER
     forward_backward = found.cudnn if kernel == "cudnn" and found.cudnn else (found.flash, found.flash_backward)
-    efficiency = forward_backward[1 if backward else 0] * width
+    efficiency = forward_backward[1 if backward else 0] * width / (FLASH_1 if kernel == "flash-1" else 1.0)
     longest = flops / (batch * heads * math.ceil(rows / QUERY_BLOCK)) * (2.0 if causal else 1.0)
     compute = (flops + found.idle * longest * machine.multiprocessors) / (machine.peak * efficiency)
     return ATTENTION_FIXED_S + max(compute, moved / bandwidth)

@@ -22,7 +22,8 @@ from shardwise.plan.plan import Precision, Recompute
 from shardwise.plan.tensor_types import Fp8Recipe
 from shardwise.plan.traffic import REPEATED_DISPATCHES
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+FP32_BYTES = 4
+COMPUTE_BYTES = {"fp32": FP32_BYTES, "bf16": 2, "fp16": 2, "fp8": 2}
 # Bytes that a chain of fusible ops moves when it is one kernel, of what its ops move in the compute width; what they
 # move in fp32 stays in registers. A Llama block of 4096 and 14336 has 8 h + 3 f for 10 h + 5 f.
 COMPILED_MOVES = 0.67
@@ -129,6 +130,8 @@ class UnitElements:
     expert_trainable: float = 0.0
     expert_at_rest_bytes: float = 0.0
     in_fp8: float = 0.0  # those whose product a recipe of fp8 converts
+    wide: float = 0.0  # stored in fp32: autocast copies them, and not a frozen base in 16 or 4 bits
+    expert_wide: float = 0.0
 
 
 def unit_elements(unit: Unit, tp: int, ep: int) -> UnitElements:
@@ -143,6 +146,8 @@ def unit_elements(unit: Unit, tp: int, ep: int) -> UnitElements:
         expert_trainable=sum(n for w, n in spread if w.trainable),
         expert_at_rest_bytes=sum(n * w.itemsize for w, n in spread),
         in_fp8=sum(n for w, n in local if in_fp8(unit, w)),
+        wide=sum(n for w, n in local if w.itemsize == FP32_BYTES),
+        expert_wide=sum(n for w, n in spread if w.itemsize == FP32_BYTES),
     )
 
 
@@ -283,10 +288,9 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
             )
         ahead, back = _products_s(machine, op, rows, depth, columns, precision)
         if precision == "fp8":  # products that fp8 would slow down stay in 16 bits
-            weights = depth * columns if split.casts_weights else 0.0
-            ahead += machine.cast_s(rows * depth + weights)
-            back += machine.cast_s(rows * columns + weights + (rows * (depth + columns) if op.weight else 0.0))
+            casts = _casts_s(machine, op, rows, depth, columns, split)
             bf16_ahead, bf16_back = _products_s(machine, op, rows, depth, columns, "bf16")
+            ahead, back = ahead + casts[0], back + casts[1]
             if bf16_ahead + bf16_back < ahead + back:
                 ahead, back = bf16_ahead, bf16_back
         return ahead, back
@@ -295,6 +299,23 @@ def op_s(machine: Machine, unit: Unit, op: Op, split: WorkSplit) -> tuple[float,
     linear = op.kind == "pointwise" and not (op.saved or op.saved_fp32 or op.saved_bytes)
     again = LINEAR_BACKWARD_MOVES if linear else BACKWARD_MOVES.get(op.kind, 2.0)
     return machine.op_s("linear" if linear else op.kind, _moved_bytes(unit, op, split), again)
+
+
+def _casts_s(
+    machine: Machine, op: Op, rows: float, depth: float, columns: float, split: WorkSplit
+) -> tuple[float, float]:
+    """Seconds of a product's casts to fp8, forward and backward.
+
+    Where the sequence is sharded between products, what is gathered is cast before that, as torchao's
+    ``Float8ColwiseParallel`` does.
+    """
+    share = split.tp if split.sequence_parallel else 1
+    inputs = rows * depth / (share if op.tp_sharding == "column" else 1)
+    gradients = rows * columns / (share if op.tp_sharding == "row" else 1)
+    weights = depth * columns if split.casts_weights else 0.0
+    again = inputs + gradients if op.weight else 0.0
+    fused = not split.compiled_host
+    return machine.cast_s(inputs + weights, fused=fused), machine.cast_s(gradients + weights + again, fused=fused)
 
 
 def _recipe_s(
@@ -360,9 +381,11 @@ def _experts_s(
     ahead, back = grouped_s(machine, op, op.m * part, depth, columns, local, precision)
     if precision == "fp8":
         weights = depth * columns * local if split.casts_weights else 0.0
+        # what comes from other ranks is cast by a kernel of its own; the second product's inputs come from a fused one
+        fused = not split.compiled_host and op.tp_sharding == "row"
         cast = (
-            machine.cast_s(op.m * part * depth + weights),
-            machine.cast_s(op.m * part * (2 * columns + depth) + weights),
+            machine.cast_s(op.m * part * depth + weights, fused=fused),
+            machine.cast_s(op.m * part * (2 * columns + depth) + weights, fused=fused),
         )
         plain = grouped_s(machine, op, op.m * part, depth, columns, local, "bf16")
         ahead, back = ahead + cast[0], back + cast[1]

@@ -28,7 +28,8 @@ MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
 IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
 HEAD_DIM = 64  # of the attention that `Rates` has
 POWER_EXPONENT = 0.5  # of the rate lost to a lack of power; from the 500 W H100 against the 700 W one
-FP8_CASTS = 0.25  # casts that are left of one for each operand: neighbours share them and kernels fuse them
+FP8_CASTS = 1.0  # casts for each operand under torch.compile; torchao's table of Llama 3.1 8B on 8 H100
+FP8_FUSED_CASTS = 0.25  # the same of kernels fused by hand, whose norms and activations write fp8; an estimate
 FP8_CAST_BYTES = 5.0  # an element cast to fp8 is read twice in 2 bytes (maximum, cast) and written once in 1
 # An eager cast of torchao 0.18 (float8_utils.py: tensor_to_amax, to_fp8_saturated; float8_training_tensor.py): abs 2+2,
 # max 2, to fp32 2+4, times the scale 4+4, clamp 4+4, to fp8 4+1. Of an fp32 weight it is as much: 4+4, 4, none, ...
@@ -143,15 +144,16 @@ class Machine:
         limit = lasting_flops(self.gpu) if precision in ("bf16", "fp16") else None
         if limit is not None:
             seconds = larger(seconds, 2.0 * batch * m * k * n / limit)
-        if precision not in self.gpu.measured_flops:
+        if precision not in self.gpu.measured_flops and not _sustains(self.gpu):
             seconds *= power_factor(self.gpu)
         if precision in ("bf16", "fp16"):
             seconds *= MISALIGNED.get(math.gcd(k, n, 8), 1.0)
         return seconds
 
-    def cast_s(self, elements: float, *, compiled: bool = True) -> float:
-        """Seconds to cast ``elements`` of operands to fp8."""
-        return self.memory_s((FP8_CAST_BYTES * FP8_CASTS if compiled else FP8_EAGER_CAST_BYTES) * elements)
+    def cast_s(self, elements: float, *, compiled: bool = True, fused: bool = False) -> float:
+        """Seconds to cast ``elements`` of operands to fp8; ``fused`` by kernels that are written for it."""
+        casts = FP8_CAST_BYTES * (FP8_FUSED_CASTS if fused else FP8_CASTS)
+        return self.memory_s((casts if compiled or fused else FP8_EAGER_CAST_BYTES) * elements)
 
     def attention_s(
         self,
@@ -268,6 +270,12 @@ def larger(one_s: float, other_s: float) -> float:
     """Smooth maximum of two seconds, with a rounded corner where they meet."""
     longest = max(one_s, other_s)
     return float(longest * ((one_s / longest) ** 8 + (other_s / longest) ** 8) ** 0.125)
+
+
+def _sustains(gpu: GpuSpec) -> bool:
+    """Return whether the sustained rate of products already says what power allows."""
+    found = constants_of(gpu)
+    return found is not None and found.sustained_flops is not None
 
 
 def power_factor(gpu: GpuSpec) -> float:
