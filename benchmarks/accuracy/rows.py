@@ -22,7 +22,7 @@ from shardwise.plan.workload import Workload
 from shardwise.search.cost_inputs_of_plan import adapted
 
 DATA = Path(__file__).parent / "data" / "published.csv"
-APART = ("megatron_bridge.csv", "read_later.csv")  # sources that are kept apart: no constant is fitted on them
+HELD_BACK = DATA.with_name("megatron_bridge.csv")  # a source that is kept apart
 OWN_PROGRAMS = DATA.with_name("programs")  # files of traits, as ``--program`` takes them
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"gated": True, "norm": "rms", "positions": "rope"},
@@ -140,9 +140,9 @@ def load_rows(*sources: str) -> list[Row]:
     return _rows(DATA, sources)
 
 
-def load_held_back(*sources: str) -> list[Row]:
-    """Rows of the sources that are kept apart, or of those named."""
-    return [row for name in APART for row in _rows(DATA.with_name(name), sources)]
+def load_held_back() -> list[Row]:
+    """Rows of the source that is kept apart."""
+    return _rows(HELD_BACK, ())
 
 
 def _rows(path: Path, sources: Sequence[str]) -> list[Row]:
@@ -205,7 +205,7 @@ def _row(record: dict[str, str]) -> Row | None:
             "lora_rank": rank,
             "lora_targets": targets,
             "double_quant": "nf4 without" not in record["framework"],
-            "modules_to_save": ("embedding", "head") if "trains embedding" in record["framework"] else (),
+            "modules_to_save": ("embed_tokens", "lm_head") if "trains embedding" in record["framework"] else (),
         }
     )
     base = _profile(architecture, seq_len, compiled)
@@ -234,7 +234,7 @@ def _program(record: dict[str, str]) -> ProgramTraits:
     recent = any(word in framework for word in ("2025", "torch 2.8", "torch 2.9"))
     if name == "megatron-bridge" and "overlaps dispatch" in framework:
         name = "megatron-bridge-overlap"
-    if "DeepSpeed" in framework:
+    if "; DeepSpeed" in framework:
         name = "deepspeed"
     program = find_program("torchtitan-2024" if name == "torchtitan" and not recent else name)
     return program.model_copy(update={"expert_dispatch": "copies"}) if "alltoall" in framework else program
