@@ -143,7 +143,9 @@ def test_precisions_by_generation() -> None:
     assert not known(v100, "bf16") and known(v100, "fp16") and not known(None) and not known(h100, "int4")
     assert math.isnan(matmul_s(v100, 64, 64, 64, precision="bf16"))
     assert math.isnan(attention_s(v100, batch=1, heads=1, kv_heads=1, head_dim=64, rows=64, causal=True))
-    assert 1.5 < matmul_s(h100, 8192, 8192, 8192) / matmul_s(h100, 8192, 8192, 8192, precision="fp8") < 2.1
+    assert (
+        1.5 < matmul_s(h100, 8192, 8192, 8192) / matmul_s(h100, 8192, 8192, 8192, precision="fp8") < 2.2
+    )  # fp8 is limited by power less
 
 
 def test_power_limits_a_long_run() -> None:

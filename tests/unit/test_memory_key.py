@@ -12,8 +12,9 @@ from shardwise.cost.memory.estimate_memory import _estimate, estimate
 from shardwise.cost.memory.lower_bound import _lines, _moments, _stored
 from shardwise.cost.memory.memory_key import MemoryKey, counted_micro_batches
 from shardwise.cost.time.estimate_time import _stages, _traffics, _unit_times, step_time
-from shardwise.cost.time.layer_time import WorkSplit, _of_ops, _ops_s, op_s
+from shardwise.cost.time.layer_time import _of_ops, _ops_s, op_s
 from shardwise.cost.time.machine import machine_of
+from shardwise.cost.time.work_split import WorkSplit
 from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for

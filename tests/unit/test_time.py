@@ -14,9 +14,10 @@ from shardwise.cost.memory.local_shapes import with_stages
 from shardwise.cost.time.collective_time import Calibration, LinkFit
 from shardwise.cost.time.cpu_time import SHARED_REDUCE
 from shardwise.cost.time.estimate_time import Rates, step_time
-from shardwise.cost.time.layer_time import WorkSplit, unit_time
+from shardwise.cost.time.layer_time import unit_time
 from shardwise.cost.time.machine import machine_of
 from shardwise.cost.time.step_time import StepTime
+from shardwise.cost.time.work_split import WorkSplit
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import generations

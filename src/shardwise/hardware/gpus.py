@@ -237,8 +237,9 @@ class Generation:
     Rates are fractions of a rate, ``ramp`` is in columns of the contraction. ``best``: of the peak, the rate of the
     best product where no sweep gave ``GpuSpec.measured_flops``. ``burst``: of that, a product without ramp and empty
     slots at full clocks. ``sustained_flops``: sustained 16-bit FLOP/s of a long run at ``watts``, None where power
-    is not the limit; ``sustained_fp8`` times that in fp8. ``wave``: weight of wave quantization (0 none, 1 full). ``halving``: extra cost
-    of a tile for each halving of its area. ``operand``: of the data sheet's bandwidth, the operands' rate.
+    is not the limit; ``sustained_fp8`` times that in fp8. ``wave``: weight of wave quantization (0 none, 1 full).
+    ``halving``: extra cost of a tile for each halving of its area. ``operand``: of the data sheet's bandwidth, the
+    operands' rate.
     ``flash``, ``flash_backward``: of the peak, large causal attention with heads of 128. ``idle``: empty slots at the
     end of an attention, in longest blocks. ``stream``: of the data sheet's bandwidth, the rate of a streaming kernel.
     ``fixed_s``: start and end of a kernel on the device. ``launch_s``: the host's time for one kernel in eager PyTorch.

@@ -30,7 +30,6 @@ from shardwise.cost.time.layer_time import (
     COMPUTE_BYTES,
     UnitElements,
     UnitTime,
-    WorkSplit,
     is_finite,
     unit_elements,
     unit_time,
@@ -41,6 +40,7 @@ from shardwise.cost.time.overlap import CONTENTION
 from shardwise.cost.time.pipeline_time import pipeline_s
 from shardwise.cost.time.stage_time import StageParts, StageTime, WireTime, alone, stage_time, take, with_host
 from shardwise.cost.time.step_time import StepTime
+from shardwise.cost.time.work_split import WorkSplit
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.lora import without_adapters
@@ -187,6 +187,7 @@ def _split(plan: Plan, workload: Workload, framework: Framework) -> WorkSplit:
         document=workload.document_len,
         host=workload.program.host,
         compiled_host=workload.compiled or plan.compile,
+        gathers_modules=workload.program.zero == "deepspeed" and plan.parsed.shards_parameters,
         hides_reduction=megatron,
         casts_weights=not megatron,
         ring=framework != "shardwise",
@@ -461,7 +462,8 @@ def _unit_traffic(
             )
         casts = 6.0 if low_precision and copies == "autocast" else 0.0
         again = 1.0 if wires.recasts else 0.0
-        cast = max(0.0, weights.wide - (weights.in_fp8 if wires.fp8 else 0.0))  # a product in fp8 casts the weight itself
+        # a product in fp8 casts the weight itself
+        cast = max(0.0, weights.wide - (weights.in_fp8 if wires.fp8 else 0.0))
         return WireTime(
             reduce_s=reduce,
             bucket_bytes=sent * weights.trainable,

@@ -21,7 +21,7 @@ from typing import Literal
 
 from shardwise.hardware.gpus import Generation, GpuSpec, generation_of, generations, multiprocessors
 
-AttentionKernel = Literal["flash", "cudnn", "unfused"]
+AttentionKernel = Literal["flash", "cudnn", "flash-1", "unfused"]
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 # Rows, columns, and how often the area was halved.
@@ -104,9 +104,10 @@ def attention_s(
     """Seconds of attention over ``rows`` × ``rows``; nan where `known` is false.
 
     ``cudnn`` is cuDNN's kernel (used by Transformer Engine, and by torch on request) instead of FlashAttention-2; it
-    makes a difference on Hopper. Blackwell's constants are cuDNN's already. ``unfused`` is the program before flash
-    attention: two products, and the square of scores read and written by softmax and dropout (`UNFUSED_PASSES`);
-    causality saves nothing there. Under fp8 all run in bf16.
+    makes a difference on Hopper. Blackwell's constants are cuDNN's already. ``flash-1`` is FlashAttention before
+    version 2, in Triton or CUDA (`FLASH_1`). ``unfused`` is the program before flash attention: two products, and the
+    square of scores read and written by softmax and dropout (`UNFUSED_PASSES`); causality saves nothing there. Under
+    fp8 all run in bf16.
     """
     machine = _machine(gpu, "bf16" if precision == "fp8" else precision)
     if machine is None:

@@ -12,14 +12,13 @@ from functools import lru_cache
 
 from shardwise.cost.flops import attention_square_flops, recomputed
 from shardwise.cost.same import Same
-from shardwise.cost.time.expert_time import dispatch_s, grouped_s, load_of, resort_s, routed_ops
-from shardwise.cost.time.kernels import AttentionKernel
+from shardwise.cost.time.expert_time import dispatch_s, grouped_s, resort_s, routed_ops
 from shardwise.cost.time.machine import FP8_EAGER_LAUNCHES, FP8_ROWWISE, Machine, larger
 from shardwise.cost.time.overlap import CONTENTION
+from shardwise.cost.time.work_split import WorkSplit
 from shardwise.model.profile import Op, Unit, Weight
 from shardwise.plan.fp8_recipes import converts, in_fp8
-from shardwise.plan.plan import Precision, Recompute
-from shardwise.plan.tensor_types import Fp8Recipe
+from shardwise.plan.plan import Precision
 from shardwise.plan.traffic import REPEATED_DISPATCHES
 
 FP32_BYTES = 4
@@ -41,59 +40,11 @@ SKEW_S = 6e-5  # skew of a tensor-parallel group's ranks at each collective of a
 BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
 # The same of a CPU, whose measured kernels have their own call in them (`benchmarks/choice`).
 CPU_LAUNCHES, CPU_BACKWARD_LAUNCHES = 6.0, 0.5
+# DeepSpeed's ZeRO-3 gathers and releases each module's weights by hooks in Python: its host seconds for one module and
+# pass. From Qwen's table of 2023 (1.8B on one GPU, 256 to 1,024 tokens: 2.1 s for eight micro batches); its 7B and 72B
+# rows are then 20 % too fast at short lengths.
+GATHERED_MODULE_S = 3e-4
 COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
-
-
-@dataclass(frozen=True, slots=True)
-class WorkSplit:
-    """Factors of a unit's work: degrees, samples of the micro batch, precision, recompute.
-
-    ``sequence_parallel`` False leaves norms and residuals replicated on every tensor-parallel rank. ``padded`` rounds
-    the vocabulary up to a multiple of 128, as Megatron-LM does; where tensor parallel shards it that is always done.
-    ``hides_reduction``: backward's reduction of an input gradient runs beside the product for the weight gradient, as
-    in Megatron-LM and not in PyTorch. ``casts_weights``: fp8 copies of weights are made in every micro batch, as by
-    torchao, and not once a step, as by Transformer Engine. ``ring``: context parallel passes keys and values around its
-    ranks, as Megatron-LM and torchtitan do, instead of exchanging tokens for heads. ``shards_ends``: embedding and head
-    work on sharded sequences, as in these two, while here they work on full ones. ``document`` is the mean length of
-    packed documents that attention stays inside of. ``host`` scales the host's time, which
-    ``compiled_host`` shortens; kernels that are fused by hand do not. ``weighs_early``: routing weights multiply inside
-    the experts, so that recompute ends in front of the exchange of their results, which is not saved.
-    ``once_each_rank``: a token is sent once to each rank and node, without a copy for each of its experts.
-    ``hidden_dispatch`` is the part of what experts exchange that other micro batches can hide. ``recipe`` is torchao's
-    for the blocks' products, and ``gathers_fp8`` gathers their weights in fp8, so that no product casts them.
-    """
-
-    tp: int
-    cp: int
-    micro: int
-    precision: Precision
-    recompute: Recompute
-    compiled: bool
-    attention: AttentionKernel = "flash"
-    sequence_parallel: bool = True
-    padded: bool = False
-    hides_reduction: bool = False
-    casts_weights: bool = True
-    ring: bool = False
-    shards_ends: bool = False
-    loss_parallel: bool = True
-    document: int | None = None
-    host: float = 1.0
-    compiled_host: bool = False
-    ep: int = 1
-    capacity_factor: float | None = None
-    balanced_experts: bool = False
-    weighs_early: bool = False
-    once_each_rank: bool = False
-    hidden_dispatch: float = 0.0
-    recipe: Fp8Recipe = "none"
-    gathers_fp8: bool = False
-
-    def experts_of(self, op: Op) -> tuple[float, int]:
-        """Return how a rank's rows of experts compare to those of a sample, and how many local experts have them."""
-        load = load_of(op, self.ep, self.capacity_factor, balanced=self.balanced_experts)
-        ranks = self.cp * (self.tp if self.ep > 1 else 1)
-        return self.micro * load / ranks, max(1, op.experts // self.ep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +183,7 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
     )
     calls = collectives_of(unit, split) * COLLECTIVE_LAUNCHES * machine.launch_s()
     casts = _cast_launches(unit, split)
+    hooks = _hooks_s(unit) if split.gathers_modules and machine.rates is None else 0.0
     return UnitTime(
         forward_s=forward,
         backward_s=backward,
@@ -242,14 +194,19 @@ def unit_time(machine: Machine, unit: Unit, split: WorkSplit) -> UnitTime:
         cp_forward_s=cp_forward,
         cp_backward_s=cp_backward,
         cp_recompute_s=cp_recompute,
-        host_forward_s=host * launches + calls + casts[0] * machine.launch_s(),
+        host_forward_s=host * launches + calls + casts[0] * machine.launch_s() + hooks,
         host_backward_s=host * (launches * again_each + recompute_launches)
-        + calls * (2.0 if recompute else 1.0)
+        + (calls + hooks) * (2.0 if recompute else 1.0)
         + casts[1] * machine.launch_s(),
         ep_forward_s=_exposed_s(2 * moved, forward, split),
         ep_backward_s=_exposed_s(2 * moved, backward, split),
         ep_recompute_s=_exposed_s(again * moved, recompute, split),
     )
+
+
+def _hooks_s(unit: Unit) -> float:
+    """Host seconds of gathering a unit's modules one by one, in one pass."""
+    return GATHERED_MODULE_S * len({weight.name.rpartition(".")[0] for weight in unit.weights})
 
 
 def _exposed_s(exchange: float, compute: float, split: WorkSplit) -> float:

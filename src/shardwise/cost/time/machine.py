@@ -25,7 +25,7 @@ from shardwise.hardware.gpus import GpuSpec, constants_of
 # is known for a quarter off a small model's step (nanoGPT), of which the head is a third. An estimate from that.
 MISALIGNED = {1: 1.7, 2: 1.4, 4: 1.15}
 # For generations without a published step (`Generation.in_step`): the middle of those there are.
-IN_STEP_OTHERS = (1.05, 1.3, 1.1, 1.0)
+IN_STEP_OTHERS = (1.05, 1.15, 1.1, 1.0)
 HEAD_DIM = 64  # of the attention that `Rates` has
 POWER_EXPONENT = 0.5  # of the rate lost to a lack of power; from the 500 W H100 against the 700 W one
 FP8_CASTS = 1.0  # casts for each operand under torch.compile; torchao's table of Llama 3.1 8B on 8 H100
