@@ -81,7 +81,8 @@ def report(scored: list[Scored]) -> list[str]:
         for s in with_error
         if s.row.memory_kind != "device" and not s.row.framework.startswith(("Megatron", "OneFlow"))
     ]
-    lines.append(_summary("the same without Megatron, whose weights, gradients and state have other widths", torch))
+    if torch:
+        lines.append(_summary("the same without Megatron, whose weights, gradients and state have other widths", torch))
     oom = [s for s in scored if s.row.oom]
     ran = [s for s in scored if not s.row.oom and (s.row.memory_bytes or s.row.memory_kind == "fits")]
     missed = [s for s in oom if s.fits]
