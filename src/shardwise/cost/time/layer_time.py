@@ -271,7 +271,7 @@ def _casts_s(
     gradients = rows * columns / (share if op.tp_sharding == "row" else 1)
     weights = depth * columns if split.casts_weights else 0.0
     again = inputs + gradients if op.weight else 0.0
-    fused = not split.compiled_host
+    fused = split.compiled and not split.compiled_host
     return machine.cast_s(inputs + weights, fused=fused), machine.cast_s(gradients + weights + again, fused=fused)
 
 
@@ -339,7 +339,7 @@ def _experts_s(
     if precision == "fp8":
         weights = depth * columns * local if split.casts_weights else 0.0
         # what comes from other ranks is cast by a kernel of its own; the second product's inputs come from a fused one
-        fused = not split.compiled_host and op.tp_sharding == "row"
+        fused = split.compiled and not split.compiled_host and op.tp_sharding == "row"
         cast = (
             machine.cast_s(op.m * part * depth + weights, fused=fused),
             machine.cast_s(op.m * part * (2 * columns + depth) + weights, fused=fused),
