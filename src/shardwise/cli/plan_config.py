@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import ConfigError
 from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
@@ -29,6 +31,15 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
 
     config = read_config(Path(model))
     refuse_other_tasks(config, "plan")
+    return profile_of_config(config, seq_len=seq_len, compiled=compiled)
+
+
+def profile_of_config(config: Config, *, seq_len: int | None, compiled: bool) -> ModelProfile:
+    """Return the profile of a config's table ``[model]``.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
     vocab_size, of_config = _with_added_tokens(config), config.model.config
     if of_config is not None and not config.model.freeze and not vocab_size:
         profile = load_profile(of_config, seq_len=seq_len, compiled=compiled)
@@ -53,6 +64,16 @@ def _with_added_tokens(config: Config) -> int:
     return 0 if added is None else added.new
 
 
+def check_config_exists(model: str) -> None:
+    """Check that a config file exists, before what plans it is imported.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if is_config(model) and not os.path.lexists(model):
+        raise ConfigError(f"config '{model}' does not exist; give the path of a TOML file")
+
+
 def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fill options that were left out from the config file, and say what it could not tell.
 
@@ -62,10 +83,11 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: the config is wrong.
     """
-    from shardwise.run.job import given_options
     from shardwise.train.config import read_config
 
     config = read_config(Path(words["model"]))
+    from shardwise.run.job import given_options  # it imports torch: after what is wrong with the file
+
     parallel, train, lora = config.parallel, config.train, config.lora
     has_adapters = "lora" in parallel.strategy
     found = {

@@ -82,12 +82,18 @@ def run_train(
         from shardwise.cli.plan_question import check_planned_optimizer
 
         check_planned_optimizer(plan_file, config.optimizer.name)
+    adapters = ""
+    if plan is not None and plan_file is not None:
+        from shardwise.cli.plan_question import check_planned_model, planned_adapters
+
+        check_planned_model(plan_file, config)
+        adapters = planned_adapters(plan_file, plan, config_file, config)
     if not dry_run:
         fork_server.start()  # it imports torch for the ranks, while this process plans
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    if taken:
-        console.print(taken, markup=False)
+    for line in filter(None, (taken, adapters)):
+        console.print(line, markup=False)
     if dry_run and rendezvous() is not None:
         raise UserError("--dry-run starts no ranks, and a launcher has started this one; run it without the launcher")
     if not dry_run and _is_finished(config, console, as_json=as_json):
