@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AGAIN = "make the file again with shardwise plan MODEL -o FILE"
 _SAME_SIZE = 0.05
-"""Difference of two counts of the parameters of one model: rows of added tokens, heads that a description leaves out."""
+"""Difference of two counts of the parameters of one model: added tokens, heads that a description leaves out."""
 
 
 def write_plan_file(path: Path, plan_toml: str, request: PlanRequest) -> None:

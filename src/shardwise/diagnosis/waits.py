@@ -238,7 +238,7 @@ def straggler(case: Case) -> Iterator[Finding]:
     if timing.late_rank is not None and (timing.late_rank != rank or (timing.late_share or 0.0) < STEADY):
         level = "hint"
     worst = max(parts, key=lambda part: parts[part])
-    own_loop = worst == "other" and case.observed.configured
+    own_loop = worst == "other" and case.observed.own_loop
     if own_loop and (excess < OWN_LOOP_S or case.share(excess) < OWN_LOOP_SHARE):
         return
     evidence = [f"{_short(part)}: {span(more)} more than the other ranks" for part, more in _sorted(parts, case)]

@@ -138,9 +138,7 @@ def _refuse_changed(config: Config) -> None:
         for key, value in values.items()
         if isinstance(old.get(table), dict) and key in old[table] and old[table][key] != value
     ]
-    changes = [
-        f"{table}.{key} {old[table][key]!r} (not {identity(config)[table][key]!r})" for table, key in changed
-    ]
+    changes = [f"{table}.{key} {old[table][key]!r} (not {identity(config)[table][key]!r})" for table, key in changed]
     if changes and all(table == "train" and key in _EVALUATE for table, key in changed):
         raise ConfigError(
             f"train.output '{config.train.output}' contains a finished run with {', '.join(changes)}: evaluations take "
