@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.arguments import Calibration, Json
-from shardwise.cli.plan_config import check_config_exists, profile_of_model
+from shardwise.cli.plan_config import profile_of_model
 from shardwise.cli.plan_lists import print_list
 from shardwise.cli.plan_options import read_request, with_plan_options
 from shardwise.cli.plan_other import answer_other, is_other, with_other_options
@@ -60,7 +60,6 @@ def run_plan(
         return
     if words["model"] is None:
         raise UserError("shardwise plan needs a model, such as: shardwise plan llama-3.1-8b --cluster 8xA100-80GB")
-    check_config_exists(words["model"])
     console = answer_console(as_json)
     if is_other(words, other):
         one_plan = {"prove": prove, "output": output, "target": target, "calibration": calibration}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import ConfigError
 from shardwise.model.load_model import load_profile
 from shardwise.model.packed_mask import with_packed_mask
 from shardwise.model.profile import ModelProfile
@@ -62,16 +60,6 @@ def _with_added_tokens(config: Config) -> int:
 
     added = added_tokens(config, load_tokenizer(config.data.tokenizer).vocab_size)
     return 0 if added is None else added.new
-
-
-def check_config_exists(model: str) -> None:
-    """Check that a config file exists, before what plans it is imported.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if is_config(model) and not os.path.lexists(model):
-        raise ConfigError(f"config '{model}' does not exist; give the path of a TOML file")
 
 
 def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
