@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -35,6 +36,27 @@ def test_what_was_changed_after_the_last_step_is_refused_and_nothing_is_lost(fin
     _, err = configs.train(finished / "config.toml", "optimizer.lr=0.5", "--strategy", "fsdp", exit_code=2)
     assert "contains a finished run with optimizer.lr" in err and "(not 0.5); raise train.steps to continue it" in err
     assert [file.read_text() for file in files] == before
+
+
+def test_what_trains_nothing_else_is_answered_by_a_finished_run(finished: Path, tmp_path: Path) -> None:
+    """So is a summary of earlier versions, which has the keys that are no longer compared."""
+    run = tmp_path / "run"
+    shutil.copytree(finished / "run", run)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["config"]["train"] |= {"watch": True, "micro_batch": None, "grad_accum": None}
+    (run / "summary.json").write_text(json.dumps(summary))
+    for output in (finished / "run", run):
+        words = ("train.watch=false", "train.micro_batch=2", "train.grad_accum=2", f"train.output={output}")
+        out, _ = configs.train(finished / "config.toml", *words)
+        assert "finished: all 6 steps" in out
+
+
+def test_evaluations_asked_for_after_the_last_step_are_refused_as_such(finished: Path) -> None:
+    words = ("train.eval_every=2", 'train.generate=["def "]')
+    _, err = configs.train(finished / "config.toml", *words, exit_code=2)
+    assert "train.eval_every 0 (not 2)" in err and "nothing was trained or evaluated anew" in err
+    _, err = configs.train(finished / "config.toml", *words, "train.seed=3", exit_code=2)
+    assert "train.seed" in err and "evaluated anew" not in err
 
 
 def test_fewer_steps_than_were_done(finished: Path) -> None:

@@ -169,6 +169,17 @@ def test_a_late_rank_is_named_with_the_part_it_is_late_in(part: str, world: int)
     assert found.evidence[0].endswith(": 50 ms more than the other ranks")
 
 
+def test_little_time_in_the_loop_of_train_is_nobodys_to_mend() -> None:
+    """3 ms are a tenth of a short step, and its code is not the user's; their own loop is."""
+    short = {"forward": 0.005, "backward": 0.01, "slowest_rank": 0.003}
+    brief = timing(short, {**short, "other": 0.004, "slowest_rank": 0.0}, late_rank=1, late_share=0.95)
+    assert alarms(diagnose(observed(brief))) == ["straggler"]
+    assert "straggler" not in str(diagnose(observed(brief, own_loop=True)))
+    found = only(diagnose(observed(late(1, "other"), own_loop=True)))
+    assert (found.kind, found.rank) == ("straggler", 1) and "logging" not in str(found.fix)
+    assert "straggler" not in str(diagnose(observed(late(1, "other", seconds=0.019), own_loop=True)))
+
+
 def test_a_rank_that_waits_for_its_own_data_is_no_slow_loader_of_all() -> None:
     assert alarms(diagnose(observed(late(1, "data", seconds=0.2)))) == ["straggler"]
 

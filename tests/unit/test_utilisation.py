@@ -41,6 +41,14 @@ def test_on_a_cpu_flops_are_said_and_no_part_of_a_peak():
     assert "2 PFLOP/s a device" in text and "peak unknown: no peak is known for a CPU" in text and "MFU" not in text
 
 
+def test_fewer_hardware_flops_than_model_flops_are_explained():
+    usual = utilisation(WORK, 2.0, ParallelDims(dp_replicate=2), "fp32")
+    assert "embeddings" not in "".join(utilisation_lines(usual))
+    fewer = utilisation(WORK.model_copy(update={"executed_flops": 6e15}), 2.0, ParallelDims(dp_replicate=2), "fp32")
+    line = next(line for line in utilisation_lines(fewer) if line.startswith("hardware FLOPs"))
+    assert "fewer than the model FLOPs" in line and "embeddings that are only looked up" in line
+
+
 def test_what_was_not_counted_stays_unknown_with_its_reason():
     work = StepWork(parameters=5, tokens=None, model_flops=None, executed_flops=None, unknown={"model FLOPs": "why"})
     found = utilisation(work, 1.0, ParallelDims(), "bf16", NODES)

@@ -6,6 +6,7 @@ The module has the options of the verb.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -44,13 +45,17 @@ class _VerbGroup(TyperGroup):
 
 
 class _Verb(TyperCommand):
-    """A verb that explains a config key given as an option."""
+    """A verb that explains a config key given as an option, and refuses an option given twice."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``; where an option does not exist and a config key of its name does, show that."""
         given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            self._refuse_twice(ctx, given)
+            return rest
+        except UserError:
+            raise
         except Exception as error:  # typer has the class of an option that does not exist under a private name
             if wrong := _number_problem(error):
                 raise UserError(wrong) from None
@@ -65,6 +70,15 @@ class _Verb(TyperCommand):
             if hint is None:
                 raise
             raise UserError(hint) from None
+
+    def _refuse_twice(self, ctx: Any, args: list[str]) -> None:
+        """Refuse an option of one value that is given several times: the last would win without a word."""
+        _, _, order = self.make_parser(ctx).parse_args(args=args)
+        single = [one for one in order if hasattr(one, "is_flag") and not one.is_flag and not one.multiple]
+        times = Counter(max(one.opts, key=len) for one in single if one.nargs == 1)
+        twice = [f"{flag} is given {number} times" for flag, number in times.items() if number > 1]
+        if twice:
+            raise UserError(*(f"{line}, and takes one value; leave all but one of them out" for line in twice))
 
 
 def _number_problem(error: Exception) -> str:

@@ -29,6 +29,15 @@ def profile_of_model(model: str, *, seq_len: int | None, compiled: bool) -> Mode
 
     config = read_config(Path(model))
     refuse_other_tasks(config, "plan")
+    return profile_of_config(config, seq_len=seq_len, compiled=compiled)
+
+
+def profile_of_config(config: Config, *, seq_len: int | None, compiled: bool) -> ModelProfile:
+    """Return the profile of a config's table ``[model]``.
+
+    Raises:
+        UserError: the model cannot be built.
+    """
     vocab_size, of_config = _with_added_tokens(config), config.model.config
     if of_config is not None and not config.model.freeze and not vocab_size:
         profile = load_profile(of_config, seq_len=seq_len, compiled=compiled)
@@ -62,10 +71,11 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: the config is wrong.
     """
-    from shardwise.run.job import given_options
     from shardwise.train.config import read_config
 
     config = read_config(Path(words["model"]))
+    from shardwise.run.job import given_options  # it imports torch: after what is wrong with the file
+
     parallel, train, lora = config.parallel, config.train, config.lora
     has_adapters = "lora" in parallel.strategy
     found = {

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from shardwise.document import read_json, read_toml
 from shardwise.errors import PlanError, UserError
 from shardwise.plan.plan import Plan
-from shardwise.search.plan_request import PlanRequest, plan_file_text
+from shardwise.search.plan_request import PlanRequest, is_config, plan_file_text
+from shardwise.units import count_text
+
+if TYPE_CHECKING:
+    from shardwise.train.config import Config
 
 AGAIN = "make the file again with shardwise plan MODEL -o FILE"
+_SAME_SIZE = 0.05
+"""Difference of two counts of the parameters of one model: added tokens, heads that a description leaves out."""
 
 
 def write_plan_file(path: Path, plan_toml: str, request: PlanRequest) -> None:
@@ -63,14 +69,74 @@ def check_planned_optimizer(path: Path, trained: str) -> None:
     Raises:
         PlanError: it was asked for another one, whose state the plan's memory counts.
     """
-    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
-    question = data.get("question")
-    planned = question.get("optimizer", "adamw") if isinstance(question, dict) else "adamw"
+    planned = _question(path).get("optimizer", "adamw")
     if planned not in ("adamw", trained):
         raise PlanError(
             f"the plan '{path}' is for optimizer {planned}, and optimizer.name is {trained}; set "
             f"optimizer.name={planned}, or make a new plan"
         )
+
+
+def check_planned_model(path: Path, config: Config) -> None:
+    """Check that a plan file was made for a model of the config's size, where both can be counted.
+
+    Another name of the same shapes is taken, as is a plan that says no model or one that is not here.
+
+    Raises:
+        PlanError: it was made for another model, whose memory and time the plan was chosen by.
+    """
+    question = _question(path)
+    planned = question.get("model")
+    if not isinstance(planned, str) or _names(planned, config):
+        return
+    from shardwise.cli.plan_config import profile_of_config, profile_of_model
+
+    try:
+        length = question.get("seq_len")
+        theirs = profile_of_model(planned, seq_len=length, compiled=False).num_parameters
+        ours = profile_of_config(config, seq_len=config.data.seq_len or None, compiled=False).num_parameters
+    except UserError:
+        return
+    if abs(theirs - ours) <= _SAME_SIZE * max(theirs, ours):
+        return
+    name = config.model.factory or config.model.config
+    raise PlanError(
+        f"the plan '{path}' was made for the model '{planned}' of {count_text(theirs)} parameters, and the config's "
+        f"'{name}' has {count_text(ours)}: a plan is for the model that it was asked for; make one with "
+        f"shardwise plan CONFIG.toml -o {path}, or leave --plan out"
+    )
+
+
+def _names(planned: str, config: Config) -> bool:
+    """Return whether the MODEL argument of a plan names the config's model."""
+    own = (config.model.config, config.model.factory, config.model.kwargs)
+    if not is_config(planned):
+        return planned in own[:2] and not config.model.kwargs
+    from shardwise.train.config import read_config
+
+    try:
+        model = read_config(Path(planned)).model
+    except UserError:
+        return False
+    return (model.config, model.factory, model.kwargs) == own
+
+
+def planned_adapters(path: Path, plan: Plan, config_file: Path, config: Config) -> str:
+    """Return a note where only the plan file asks for adapters; empty where there are none, or the config does too."""
+    parallel = read_toml(config_file).get("parallel")
+    named = str(parallel.get("strategy", "auto")) if isinstance(parallel, dict) else "auto"
+    if plan.parsed.adapter == "none" or "lora" in named or "lora" in config.model_fields_set:
+        return ""
+    return (
+        f"adapters: only the plan '{path}' asks for them ({plan.strategy}); they are trained, and the model is frozen; "
+        "to train all of it, make a plan without adapters"
+    )
+
+
+def _question(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = read_json(path) if path.suffix == ".json" else read_toml(path)
+    question = data.get("question")
+    return question if isinstance(question, dict) else {}
 
 
 def _rule(item: Any) -> str:

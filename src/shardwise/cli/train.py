@@ -78,16 +78,13 @@ def run_train(
     overrides = chosen(overrides, strategy=strategy, nproc=nproc)
     plan = None if plan_file is None else given_plan(plan_file, overrides)
     config = read_config(config_file, overrides, planned=None if plan is None else plan.strategy)
-    if plan_file is not None and config.optimizer.factory is None:
-        from shardwise.cli.plan_question import check_planned_optimizer
-
-        check_planned_optimizer(plan_file, config.optimizer.name)
+    adapters = "" if plan is None or plan_file is None else _check_given(plan_file, plan, config_file, config)
     if not dry_run:
         fork_server.start()  # it imports torch for the ranks, while this process plans
     foresee(config)
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    if taken:
-        console.print(taken, markup=False)
+    for line in filter(None, (taken, adapters)):
+        console.print(line, markup=False)
     if dry_run and rendezvous() is not None:
         raise UserError("--dry-run starts no ranks, and a launcher has started this one; run it without the launcher")
     if not dry_run and _is_finished(config, console, as_json=as_json):
@@ -134,6 +131,20 @@ def given_plan(plan_file: Path, overrides: Sequence[str]) -> Plan:
     return runnable(read_plan(plan_file))
 
 
+def _check_given(plan_file: Path, plan: Plan, config_file: Path, config: Config) -> str:
+    """Check that a plan is for the config's optimizer and model; return a note on adapters of the plan alone.
+
+    Raises:
+        PlanError: it is for others.
+    """
+    from shardwise.cli.plan_question import check_planned_model, check_planned_optimizer, planned_adapters
+
+    if config.optimizer.factory is None:
+        check_planned_optimizer(plan_file, config.optimizer.name)
+    check_planned_model(plan_file, config)
+    return planned_adapters(plan_file, plan, config_file, config)
+
+
 def _prepared(
     config: Config, plan: Plan | None, console: Console, *, as_json: bool, calibration: Path | None
 ) -> PreparedJob:
@@ -150,9 +161,27 @@ def _prepared(
     if (note := alias_note(config.parallel.strategy)) is not None:
         console.print(note, markup=False)
     print_plan(prepared.choice, prepared.spec, prepared.cluster, prepared.corpus, console, config)
+    if plan is not None and (line := _other_memory(prepared)):
+        console.print(line, markup=False)
     for note in prepared.notes:
         console.print(f"links: {note}", markup=False)
     return prepared
+
+
+def _other_memory(prepared: PreparedJob) -> str:
+    """Return why the memory differs from the one in a given plan's reason; empty where it does not."""
+    from shardwise.cost.memory.framework_overhead import context_bytes
+    from shardwise.cost.memory.local_shapes import layout_of
+    from shardwise.units import bytes_text
+
+    plan, own = prepared.job.plan, prepared.choice.estimate.device_bytes
+    known = [bytes_text(own), bytes_text(own + context_bytes(layout_of(plan), prepared.cluster))]
+    if "iB" not in plan.reason or any(text in plan.reason for text in known):
+        return ""
+    return (
+        f"memory: {known[0]}, counted on the module that this run builds; the reason has what was known when the plan "
+        "was made (shardwise plan counts a known configuration by a description of its layers)"
+    )
 
 
 def print_step_time(prepared: PreparedJob, console: Console) -> None:

@@ -169,6 +169,7 @@ def observe(
     spikes: Sequence[LossSpike] = (),
     lost_gradients: Sequence[LostGradient] = (),
     vocab_size: int | None = None,
+    own_loop: bool = False,
 ) -> Observed:
     """Collect everything known of a run, on rank 0; missing inputs stay unknown.
 
@@ -205,6 +206,7 @@ def observe(
         spikes=tuple(spikes),
         lost_gradients=tuple(lost_gradients),
         vocab_size=vocab_size,
+        own_loop=own_loop,
     )
 
 

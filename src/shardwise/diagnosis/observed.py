@@ -113,6 +113,7 @@ class Observed(_Facts):
     nats a token, ``spikes`` those far above the ones before, ``vocab_size`` the number of tokens to choose from.
     ``lost_gradients`` are parameters whose gradient went missing during the run.
     ``configured`` is false where a fix cannot name keys of a config or of `shardwise.start`: in another tool's loop.
+    ``own_loop`` is true in the loop of ``shardwise train``, whose code its user does not write.
     """
 
     timing: Timing
@@ -138,6 +139,7 @@ class Observed(_Facts):
     lost_gradients: tuple[LostGradient, ...] = ()
     vocab_size: int | None = None
     configured: bool = True
+    own_loop: bool = False
 
     def link(self, axis: str) -> LinkUse | None:
         """Return the link of an axis, where anything is known of it."""

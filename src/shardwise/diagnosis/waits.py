@@ -21,6 +21,8 @@ MOST_WORKERS = 64
 """Maximum of recommended loader processes per rank: beyond it the loader itself is too slow."""
 CALM_STALL = 0.02
 """Maximum share of time for checkpoints at the recommended interval."""
+OWN_LOOP_S, OWN_LOOP_SHARE = 0.02, 0.1
+"""Minimum of what one rank loses in the loop of ``shardwise train``: nobody can change that code, and less is noise."""
 THERMAL = ("thermal", "slowdown", "brake")
 _PLACES = {
     "data": "while it waits for its data",
@@ -236,6 +238,9 @@ def straggler(case: Case) -> Iterator[Finding]:
     if timing.late_rank is not None and (timing.late_rank != rank or (timing.late_share or 0.0) < STEADY):
         level = "hint"
     worst = max(parts, key=lambda part: parts[part])
+    own_loop = worst == "other" and case.observed.own_loop
+    if own_loop and (excess < OWN_LOOP_S or case.share(excess) < OWN_LOOP_SHARE):
+        return
     evidence = [f"{_short(part)}: {span(more)} more than the other ranks" for part, more in _sorted(parts, case)]
     if timing.late_rank == rank and timing.late_share is not None:
         evidence.append(f"it came last in {percent(timing.late_share)} of the steps")
@@ -248,7 +253,7 @@ def straggler(case: Case) -> Iterator[Finding]:
         f"Rank {rank} is slower than the others by {case.of_step(excess)}, {_PLACES[worst]}; all wait for it.",
         seconds=excess,
         evidence=evidence,
-        fix=_LOOK.get(worst, _COMPARE),
+        fix=_COMPARE if own_loop else _LOOK.get(worst, _COMPARE),
         rank=rank,
     )
 

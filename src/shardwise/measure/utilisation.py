@@ -210,6 +210,12 @@ def _link(group: tuple[int, ...], cluster: ClusterSpec | None) -> tuple[str, Lin
     return (f"{where}, {link.kind}" if link is not None else where), link
 
 
+_FEWER = (
+    "; fewer than the model FLOPs: by convention those count 6 for each weight and token, also of norms, biases and "
+    "embeddings that are only looked up, which are in no product, and of frozen weights"
+)
+
+
 def utilisation_lines(found: Utilisation) -> list[str]:
     """Describe the figures in sentences, for the end of a run."""
     lines = []
@@ -220,6 +226,7 @@ def utilisation_lines(found: Utilisation) -> list[str]:
         share = f", {found.hfu:.1%} of the peak (HFU)" if found.hfu is not None else ""
         lines.append(
             f"hardware FLOPs, including recomputation: {rate_text(found.executed_flops_per_s)} a device{share}"
+            + (_FEWER if found.executed_flops_per_s < (found.model_flops_per_s or 0.0) else "")
         )
     lines += [_axis_line(axis, found.step_s) for axis in found.axes]
     lines += [f"{what} unknown: {why}" for what, why in found.unknown.items()]

@@ -165,6 +165,7 @@ class RunRecorder:
         observed = observe(
             self.session,
             timing,
+            own_loop=True,
             host=self.host_use,
             saves=self.saves,
             save_every=job.config.checkpoint.every or None,

@@ -27,6 +27,10 @@ from shardwise.train.tasks.registry import prepare_data
 
 PACKAGES = ("shardwise", "torch", "triton", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _NODES = 16  # that a report names
+_TRAIN_NOTHING = ("export", "log_every", "output", "profile", "profile_ranks", "trackers", "watch")
+_SPLIT = ("micro_batch", "grad_accum")
+"""Parts of a global batch: another split of the same one trains the same."""
+_EVALUATE = ("eval_every", "eval_samples", "generate", "generate_tokens", "metrics")
 
 
 def keep_job(job: Job) -> Path:
@@ -121,18 +125,26 @@ def _refuse_changed(config: Config) -> None:
     if not saved_steps(folder_of(config.checkpoints)):
         return
     try:
-        old = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())["config"]
+        summary = json.loads((Path(config.train.output) / RunFile.SUMMARY).read_text())
+        old = _trained(summary["config"])
         lengths = [(one["train"]["steps"], one["train"]["epochs"], one["data"]) for one in (old, identity(config))]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if lengths[0] != lengths[1]:
         return
-    changes = [
-        f"{table}.{key} {old[table].get(key)!r} (not {value!r})"
+    changed = [
+        (table, key)
         for table, values in identity(config).items()
         for key, value in values.items()
         if isinstance(old.get(table), dict) and key in old[table] and old[table][key] != value
     ]
+    changes = [f"{table}.{key} {old[table][key]!r} (not {identity(config)[table][key]!r})" for table, key in changed]
+    if changes and all(table == "train" and key in _EVALUATE for table, key in changed):
+        raise ConfigError(
+            f"train.output '{config.train.output}' contains a finished run with {', '.join(changes)}: evaluations take "
+            "place while a run trains, and nothing was trained or evaluated anew; raise train.steps to continue it "
+            "with them, or choose another train.output to train anew"
+        )
     if changes:
         raise ConfigError(
             f"train.output '{config.train.output}' contains a finished run with {', '.join(changes)}; raise "
@@ -147,7 +159,7 @@ def summary_of(config: Config) -> tuple[dict[str, Any], dict[str, str], str | No
     except (OSError, ValueError):
         return None
     spread, trained_on = summary.pop("spread", {}), summary.pop("corpus", None)
-    return (summary, spread, trained_on) if summary.pop("config", None) == identity(config) else None
+    return (summary, spread, trained_on) if _trained(summary.pop("config", None)) == identity(config) else None
 
 
 def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
@@ -162,12 +174,20 @@ def spread_of(config: Config, plan: Plan | None = None) -> dict[str, str]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Return the facts that identify a run: all but distribution, saving and logging."""
+    """Return the facts that identify a run: all but distribution, saving, logging and watching."""
     document = config.model_dump(mode="json")
-    ignored = ("export", "log_every", "output", "profile", "profile_ranks", "trackers")
-    train = {key: value for key, value in document["train"].items() if key not in ignored}
     tables = ["model", "data", "optimizer", *(["lora"] if adapter_of(config) != "none" else [])]
-    return {**{key: document[key] for key in tables}, "train": train}
+    known: dict[str, Any] = _trained({key: document[key] for key in (*tables, "train")})
+    return known
+
+
+def _trained(known: Any) -> Any:
+    """Return the facts of a run without those that train nothing else; summaries of earlier versions hold them."""
+    train = known.get("train") if isinstance(known, dict) else None
+    if not isinstance(train, dict):
+        return known
+    ignored = (*_TRAIN_NOTHING, *(() if train.get("global_batch") is None else _SPLIT))
+    return {**known, "train": {key: value for key, value in train.items() if key not in ignored}}
 
 
 def loss_text(summary: dict[str, Any]) -> str:
