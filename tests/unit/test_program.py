@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from shardwise.cost.memory.estimate import Estimate
@@ -23,6 +25,7 @@ from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, progr
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.report.candidates import print_explanation
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
 from shardwise.search.enumerate import Layout
@@ -212,6 +215,21 @@ def test_partitions_of_deepspeed_send_each_weight_once() -> None:
 def write(path: Any, text: str) -> str:
     path.write_text(text)
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("base", "strategy", "model"), [("megatron-bridge", "zero1+ep8", "qwen3-30b-a3b"), ("deepspeed", "zero2", "gpt2")]
+)
+def test_a_file_sends_and_explains_what_its_base_does(base: str, strategy: str, model: str, tmp_path: Any) -> None:
+    text = []
+    for named in (base, write(tmp_path / "mine.toml", f'base = "{base}"\n')):
+        workload = Workload(program=find_program(named), seq_len=1024, global_batch=64)
+        best = search(profile(model), workload, NODE, Pins(strategy=parse_strategy(strategy))).candidates[0]
+        assert best.plan.program == workload.program.name
+        console = Console(file=StringIO(), width=200)
+        print_explanation(profile(model), NODE, best, console, workload)
+        text.append([line for line in console.file.getvalue().splitlines() if line.startswith("sent in a step")])
+    assert text[0] and text[0] == text[1]
 
 
 def test_a_users_file(tmp_path: Any) -> None:
