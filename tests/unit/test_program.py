@@ -26,6 +26,7 @@ from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
 from shardwise.report.candidates import print_explanation
+from shardwise.report.plan_sentences import sentences
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
 from shardwise.search.enumerate import Layout
@@ -343,6 +344,14 @@ class Model(nn.Module):
 
     def example_inputs(self) -> torch.Tensor:
         return torch.zeros(1, 64)
+
+
+def test_the_note_on_what_is_not_run_says_which_option_to_leave_out() -> None:
+    workload = Workload(program=find_program("trl"), seq_len=1024, global_batch=64)
+    found = search(profile("gpt2"), workload, NODE)
+    text = " ".join(sentences(found.candidates[0], NODE, found, 12))
+    assert "but does not run it; plan without --program for the best of what it runs." in text
+    assert "nothing it runs fits" not in text
 
 
 @pytest.mark.parametrize("kind", ["compute", "masters", "fp32"])
