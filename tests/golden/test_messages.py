@@ -273,6 +273,10 @@ PLANS = {
     "serving options without --serve": ["gpt2", "--cluster", "1xT4", "--context", "8k", "--tp", "2", "--budget", "9"],
     "where with a cluster": ["gpt2", *PLAN, "--where", "-o", "plan.toml", "--concurrency", "2"],
     "where with wrong words": ["gpt2", "--where", "--deadline", "soon", "--tokens", "many", "--prices", "absent.csv"],
+    "where with a degree that divides no heads": ["gpt2", "--where", "--tokens", "1B", "--strategy", "fsdp+tp5"],
+    "where with a program that has no such axis": [
+        *["gpt2", "--where", "--tokens", "1B", "--program", "deepspeed", "--strategy", "fsdp+tp2"],
+    ],
     "several clusters with a file for one": ["gpt2", "--cluster", "1xT4", "--cluster", "1xL4", "-o", "plan.toml"],
     "plan with all wrong at once": ["gtp2", "--cluster", "8xZ100", "--strategy", "fsdb", "--precision", "bf61"],
     "plan with prices that are missing": ["gpt2", *PLAN, "--price", "nowhere.toml"],

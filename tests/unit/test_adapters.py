@@ -100,7 +100,9 @@ def test_what_cannot_be():
     base = profile_of(SHAPE, LENGTH)
     with pytest.raises(PlanError, match=r"'qlra' is none of lora, qlora \(did you mean 'qlora'\?\)\nLoRA rank 0"):
         with_adapters(base, "qlra", 0)
-    with pytest.raises(PlanError, match=r"target 'gat' is not a linear layer of the blocks \(did you mean 'gate'\?\)"):
+    with pytest.raises(
+        PlanError, match=r"target 'gat' is not a linear layer of the blocks \(did you mean 'gate'\?\); there are .*q"
+    ):
         with_adapters(base, "lora", targets=["gat"])
     with pytest.raises(PlanError, match="'resnet-50' has no linear layers in repeated blocks"):
         with_adapters(convnet_profile(RESNET_50), "lora")

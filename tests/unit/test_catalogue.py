@@ -124,6 +124,9 @@ def test_a_message_with_the_nearest_name():
     assert "'meta-llama/Llama-3.1-71B'" in text and "did you mean 'llama-3.1-70b'?" in text
     assert "config.json" in text and "package.module:factory" in text
     assert "did you mean" not in unknown_model_message("zzzzzz")
+    assert "did you mean 'qwen3-30b-a3b'?" in unknown_model_message("Qwen/Qwen3-30B")
+    assert "(did you mean 'llama-3-8b', 'llama-3-70b', 'llama-3.1-8b'" in unknown_model_message("llama3")
+    assert "'llama-30b'" not in unknown_model_message("llama3")
 
 
 def test_facts_are_cheap_to_import():

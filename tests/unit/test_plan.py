@@ -287,6 +287,9 @@ class TestDims:
     def test_each_rank_has_as_many_experts(self, experts, ep, says):
         assert expert_problem(experts, ep) == says
 
+    def test_proposed_degrees_are_multiples_of_the_ranks_of_a_sample(self):
+        assert expert_problem(8, 3, 16, inner=4).endswith("; use one of 4, 8")
+
     def test_an_empty_world(self):
         with pytest.raises(PlanError, match="at least one rank"):
             dims_for(Strategy(base="ddp"), 0)

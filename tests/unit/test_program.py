@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from shardwise.cost.memory.estimate import Estimate
@@ -23,6 +25,8 @@ from shardwise.plan.program import SHARDWISE, ProgramTraits, find_program, progr
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
+from shardwise.report.candidates import print_explanation
+from shardwise.report.plan_sentences import sentences
 from shardwise.search.candidate import Pins
 from shardwise.search.cost_inputs_of_plan import adapted
 from shardwise.search.enumerate import Layout
@@ -214,6 +218,23 @@ def write(path: Any, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize(
+    ("base", "strategy", "model"), [("megatron-bridge", "zero1+ep8", "qwen3-30b-a3b"), ("deepspeed", "zero2", "gpt2")]
+)
+def test_a_file_sends_and_explains_what_its_base_does(base: str, strategy: str, model: str, tmp_path: Any) -> None:
+    text = []
+    for named in (base, write(tmp_path / "mine.toml", f'base = "{base}"\n')):
+        workload = Workload(program=find_program(named), seq_len=1024, global_batch=64)
+        best = search(
+            profile(model), workload, NODE, Pins(strategy=parse_strategy(strategy), micro_batch=1)
+        ).candidates[0]
+        assert best.plan.program == workload.program.name
+        console = Console(file=StringIO(), width=200)
+        print_explanation(profile(model), NODE, best, console, workload)
+        text.append([line for line in console.file.getvalue().splitlines() if line.startswith("sent in a step")])
+    assert text[0] and text[0] == text[1]
+
+
 def test_a_users_file(tmp_path: Any) -> None:
     file = write(tmp_path / "mine.toml", 'base = "torchtune"\nloss = "fused"\nabout = "ours"\n')
     found = find_program(file)
@@ -229,7 +250,7 @@ def test_a_users_file(tmp_path: Any) -> None:
     with pytest.raises(PlanError, match="true or false") as error:
         find_program(kinds)
     assert len(error.value.problems) == 3 and "axes = 'tp' must be a list" in str(error.value)
-    with pytest.raises(PlanError, match="overlaps_dispatch is of experts over ranks, which axes leave out"):
+    with pytest.raises(PlanError, match="overlaps_dispatch = true is of experts over ranks, which axes leave out"):
         find_program(write(tmp_path / "dense.toml", 'base = "trl"\noverlaps_dispatch = true\n'))
     contradiction = write(tmp_path / "two.toml", 'accumulate = "compute"\nrounding = "kahan"\n')
     with pytest.raises(PlanError) as error:
@@ -241,6 +262,53 @@ def test_a_users_file(tmp_path: Any) -> None:
         find_program("megatronn")
     with pytest.raises(PlanError, match="known program's"):
         find_program(write(tmp_path / "x.toml", 'name = "megatron"\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name = {a = 1}", "name = {'a': 1} must be a text"),
+        ('name = [["a"]]', "name = [['a']] must be a text"),
+        ('name = ""', "name = '' must be a text of one line, without blanks at its ends"),
+        ('name = "a\\nb"', "name = 'a\\nb' must be a text of one line, without blanks at its ends"),
+        ("base = [1]", "base = [1] must be one of shardwise, "),
+        ("logit_bytes = inf", "logit_bytes = inf must be a finite number"),
+        ("logit_bytes = 1e300", "logit_bytes = 1e+300 must be less than or equal to 1024"),
+        ("host = inf", "host = inf must be a finite number"),
+        ("host = nan", "host = nan must be a finite number"),
+        ("host = 0", "host = 0 must be greater than 0"),
+        ("bases = []", "bases = [] must have one at least of ddp, zero1, "),
+        ('bases = ["ddp", ["a"]]', "bases = ['ddp', ['a']]: ['a'] must be 'ddp', 'zero1', "),
+        ('axes = ["dp"]', "axes = ['dp']: 'dp' must be 'tp', 'pp', 'cp' or 'ep'"),
+    ],
+)
+def test_each_wrong_value_of_a_file_is_a_line_with_its_rule(text: str, message: str, tmp_path: Any) -> None:
+    file = write(tmp_path / "mine.toml", text + "\n")
+    with pytest.raises(PlanError) as error:
+        find_program(file)
+    (line,) = error.value.problems
+    assert line.startswith(f"--program '{file}': {message}") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ('axes = ["pp", "ep"]', {"async_tp": None}),
+        ('axes = ["tp"]', {"expert_dispatch": "copies", "balanced_experts": False}),
+        ('weights = "fp32"', {"accumulate": "fp32"}),
+        ('bases = ["ddp", "fsdp"]', {"overlaps_zero1": False}),
+    ],
+)
+def test_what_a_file_takes_away_goes_with_what_it_had(text: str, lost: dict[str, Any], tmp_path: Any) -> None:
+    found = find_program(write(tmp_path / "mine.toml", f'base = "megatron-bridge"\n{text}\n'))
+    base = find_program("megatron-bridge")
+    key = text.partition(" ")[0]
+    assert all(getattr(base, name) != value for name, value in lost.items())
+    assert found == base.model_copy(update=lost | {"name": "mine", key: getattr(found, key)})
+    name = next(iter(lost))
+    value = {True: "true"}.get(getattr(base, name), f'"{getattr(base, name)}"')
+    with pytest.raises(PlanError, match=f"{name} = .* is of "):  # the file's own is a mistake
+        find_program(write(tmp_path / "both.toml", f'base = "megatron-bridge"\n{text}\n{name} = {value}\n'))
 
 
 def test_types_run_under_bare_strategies() -> None:
@@ -276,6 +344,14 @@ class Model(nn.Module):
 
     def example_inputs(self) -> torch.Tensor:
         return torch.zeros(1, 64)
+
+
+def test_the_note_on_what_is_not_run_says_which_option_to_leave_out() -> None:
+    workload = Workload(program=find_program("trl"), seq_len=1024, global_batch=64)
+    found = search(profile("gpt2"), workload, NODE)
+    text = " ".join(sentences(found.candidates[0], NODE, found, 12))
+    assert "but does not run it; plan without --program for the best of what it runs." in text
+    assert "nothing it runs fits" not in text
 
 
 @pytest.mark.parametrize("kind", ["compute", "masters", "fp32"])

@@ -5,16 +5,21 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from shardwise.cli.plan_lists import print_list
 from shardwise.cost.price import Prices, read_prices
-from shardwise.cost.price_catalogue import SHIPPED, Instance, read_catalogue
+from shardwise.cost.price_catalogue import READ_ON, SHIPPED, Instance, read_catalogue
 from shardwise.errors import UserError
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.workload import Workload
+from shardwise.report.where_report import compared_notes
 from shardwise.search.candidate import SearchResult
 from shardwise.search.search import search
 from shardwise.search.where import Offered, SpotRuns, offers_at, owned_places, places_of
@@ -165,6 +170,25 @@ def test_a_price_file_states_restarts(tmp_path: Path) -> None:
     with pytest.raises(UserError) as wrong:
         read_prices(file)
     assert len(wrong.value.problems) == 2
+
+
+def test_the_footer_of_several_clusters_says_what_is_missing_and_whose_prices_they_are() -> None:
+    names = ["8xH100-SXM", "8xMI300X"]
+    clusters = [parse_cluster(name) for name in names]
+    clusters[1] = clusters[1].model_copy(update={"price_per_device_hour": None})
+    found = [plan(clusters[0]).candidates[0]] * 2
+    assert compared_notes(names, clusters, found, tokens=False) == [
+        "hours need --tokens, and costs on 8xMI300X a price (--price)"
+    ]
+    assert compared_notes(names[:1], clusters[:1], found[:1], tokens=False) == ["hours and costs need --tokens"]
+    missing, prices = compared_notes(names, clusters, found, tokens=True)
+    assert missing == "costs on 8xMI300X need a price (--price)"
+    assert "RunPod, March 2026; third-party page" in prices and READ_ON in prices
+    own = [one.model_copy(update={"price_per_device_hour": 1.0}) for one in clusters]
+    assert not compared_notes(names, own, found, tokens=True)
+    console = Console(file=StringIO(), width=500)
+    print_list("gpus", console)
+    assert "RunPod, March 2026" in console.file.getvalue() and READ_ON in console.file.getvalue()
 
 
 def test_an_instance_of_no_gpus_is_left_out(tmp_path: Path) -> None:

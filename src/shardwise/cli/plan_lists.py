@@ -25,6 +25,8 @@ def print_list(kind: str, console: Console) -> None:
     for row in _models() if kind == "models" else _gpus():
         table.add_row(*row)
     console.print(table)
+    if kind == "gpus":
+        console.print(_price_note(), markup=False)
 
 
 _HEADS = {
@@ -45,6 +47,14 @@ def _models() -> list[tuple[str, ...]]:
             continue
         rows.append((name, count_text(parameter_count(found)), str(found.max_seq_len or "")))
     return rows
+
+
+def _price_note() -> str:
+    from shardwise.cost.price import price_sources
+    from shardwise.hardware.gpus import find_gpu, gpu_names
+    from shardwise.report.where_report import OTHER_PRICES
+
+    return f"prices: {price_sources(map(find_gpu, gpu_names()))}; {OTHER_PRICES}"
 
 
 def _gpus() -> list[tuple[str, ...]]:

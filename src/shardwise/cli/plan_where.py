@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.report.plan_json import document
 from shardwise.report.where_report import (
     ComparedDocument,
+    compared_notes,
     print_compared,
     print_offers,
     where_document,
@@ -43,7 +45,7 @@ def run_where(
     """Rank the clusters of a price catalogue, and bought ones of ``--price``.
 
     Raises:
-        UserError: every invalid option.
+        UserError: every invalid option, or what no cluster can be planned with.
         DoesNotFit: no offer does what was asked.
     """
     problems = list[str]()
@@ -62,19 +64,27 @@ def run_where(
     request, profile, prices, more = found
     notes += [note for note in more if not note.startswith("--precision")]
 
+    refused = list[Sequence[str]]()
+    planned = 0
+
     def plan(cluster: ClusterSpec) -> SearchResult:
+        nonlocal planned
         try:
             facts: Any = {"costs": corrected_costs(cluster), "any_plan": request.any_plan}
             found = search(profile, request.workload, cluster, request.pins, **facts)
             problem = ask(profile, request.workload, cluster, request.pins, **facts)
-        except PlanError:
+        except PlanError as error:
+            refused.append(error.problems)
             return SearchResult(candidates=(), recommended=None, considered=0)
+        planned += 1
         saved = found if is_config(request.model) else saving_memory(problem, found)
         return saved if saved.optimizer is None else found  # another optimizer is another training
 
     runs = SpotRuns(prices.interruptions_per_day, prices.save_minutes, prices.restart_minutes)
     places = [*places_of(catalogue), *owned_places(prices)]
     offers = offers_at(places, plan, runs, deadline_hours=hours, budget=ranking["budget"])
+    if refused and not planned:
+        raise PlanError(*_of_all(refused))
     for note in notes:
         console.print(note, markup=False)
     about = where_notes(catalogue.source, runs, catalogue.unknown, nodes=any(p.cluster.nodes > 1 for p in places))
@@ -108,16 +118,25 @@ def run_compare(
         raise UserError(*dict.fromkeys(problems))
     best: list[Candidate | None] = []
     documents = []
+    requests = [one[0] for one in filter(None, asked)]
     for request, profile, prices, notes in filter(None, asked):
         costs = corrected_costs(request.cluster)
         result = search_request(request, profile, costs=costs, profile_of=profile_of_model)
         best.append(None if result.recommended is None else result.candidates[result.recommended])
         documents.append(document(profile, request.cluster, request.workload, result, notes=notes, prices=prices))
-    print_compared(clusters, best, console)
+    known = all(request.tokens is not None or request.seq_len is None for request in requests)
+    footer = compared_notes(clusters, [request.cluster for request in requests], best, tokens=known)
+    print_compared(clusters, best, footer, console)
     if as_json:
         print(ComparedDocument(clusters=documents).model_dump_json(by_alias=True))
     if not any(best):
         raise DoesNotFit(f"nothing fits {' or '.join(clusters)}")
+
+
+def _of_all(refused: Sequence[Sequence[str]]) -> list[str]:
+    """Return what is wrong on every cluster; where there is no such thing, what is wrong on most comes first."""
+    times = Counter(text for problems in refused for text in problems)
+    return [text for text in times if times[text] == len(refused)] or [text for text, _ in times.most_common()]
 
 
 def _hours(text: str | None) -> float | None:

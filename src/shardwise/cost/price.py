@@ -7,6 +7,7 @@ traffic out of the cloud, people.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from shardwise.document import read_toml
 from shardwise.errors import UserError, did_you_mean
 from shardwise.hardware.cluster import ClusterSpec
+from shardwise.hardware.gpus import GpuSpec
 from shardwise.units import counted, money_text
 
 HOURS_PER_MONTH = 8766 / 12  # a Julian year
@@ -94,6 +96,12 @@ def offers(hours: float, cluster: ClusterSpec, prices: Prices) -> tuple[Offer, .
             )
         )
     return (*found, _own(hours, cluster, prices))
+
+
+def price_sources(gpus: Iterable[GpuSpec | None]) -> str:
+    """Return where the hardware table's prices of these GPUs are from, with their date; empty where it has none."""
+    priced = [gpu for gpu in gpus if gpu is not None and gpu.price_per_hour is not None]
+    return "; ".join(dict.fromkeys(gpu.price_source.partition("; purchase")[0] for gpu in priced))
 
 
 NO_PRICE = "no source gives a price of {name}; give one with --price"

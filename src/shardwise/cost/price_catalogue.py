@@ -20,6 +20,7 @@ from shardwise.hardware.gpus import GpuSpec, find_gpu
 
 SHIPPED = Path(__file__).with_name("prices.csv")
 READ_ON = "2026-11-24 to 2026-11-27"
+SOURCE = f"SkyPilot's public catalogue, a subset as read on {READ_ON} (skypilot-org/skypilot-catalog)"
 NEEDED = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price", "Region")
 SMALL_A100 = "A100-40GB"  # what SkyPilot calls A100; the larger one is A100-80GB there
 MOST_PROBLEMS = 8
@@ -83,8 +84,7 @@ def read_catalogue(path: Path | None = None) -> PriceCatalogue:
 def _shipped() -> PriceCatalogue:
     with SHIPPED.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    source = f"SkyPilot's public catalogue, a subset as read on {READ_ON} (skypilot-org/skypilot-catalog)"
-    return _catalogue(rows, "prices.csv", "", source)
+    return _catalogue(rows, "prices.csv", "", SOURCE)
 
 
 def _catalogue(rows: Iterable[Mapping[str, str]], where: str, cloud: str, source: str) -> PriceCatalogue:

@@ -68,8 +68,11 @@ def unknown_model_message(name: str) -> str:
 
 
 def _nearest(name: str) -> str:
-    """Suggest a misspelt name; of a version that is not there, the newest ones of its family instead."""
+    """Suggest the names that begin so, or a misspelt one; of an unknown version, the newest ones of its family."""
     plain, names = name.lower().rsplit("/", 1)[-1], catalogue_names()
+    if longer := sorted((known for known in names if _begins(known, plain)), key=len)[:NEWEST]:
+        shown = [f"'{known}'" for known in longer]
+        return f" (did you mean {' or '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}?)"
     hint = did_you_mean(plain, names)
     close = next((known for known in names if f"'{known}'" in hint), "")
     version = _NUMBER.findall(plain)[:1]
@@ -78,6 +81,13 @@ def _nearest(name: str) -> str:
     family = _FAMILY.match(plain)
     found = [known for known in names if family is not None and known.startswith(family[0])]
     return f" (of {family[0]} it has {', '.join(found[-NEWEST:])})" if family is not None and found else hint
+
+
+def _begins(known: str, plain: str) -> bool:
+    """Return whether a name begins with ``plain``, whatever the separators, and not in the middle of a number."""
+    letters = re.sub(r"[-_.]", "", plain)
+    found = re.match(r"[-_.]*".join(map(re.escape, letters)), known) if len(letters) > 1 else None
+    return found is not None and not (letters[-1].isdigit() and known[found.end() : found.end() + 1].isdigit())
 
 
 def _plain(name: str, *, quiet: bool = False) -> str:

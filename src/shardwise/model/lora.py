@@ -110,7 +110,7 @@ def with_adapters(
         f"{', '.join(sorted(ends))}"
         if name in stacked
         else f"LoRA target '{name}' is not a linear layer of the blocks"
-        f"{did_you_mean(name, [*known, *sorted(ends), *ROLES])}"
+        f"{did_you_mean(name, [*known, *sorted(ends), *ROLES])}; there are {', '.join(sorted(ends)) or 'none'}"
         for name in wrong
     ]
     if not known:

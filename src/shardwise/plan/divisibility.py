@@ -57,16 +57,17 @@ def context_problem(heads: int, kv_heads: int, tp: int, cp: int) -> str:
     return f"cp {cp} does not divide the {heads // tp} heads{each}, and each rank attends with complete heads; {fix}"
 
 
-def expert_problem(experts: int, ep: int, ranks: int = 0) -> str:
+def expert_problem(experts: int, ep: int, ranks: int = 0, inner: int = 1) -> str:
     """Explain why ``ep`` ranks cannot have equally many of a layer's experts, with valid values; else empty.
 
-    Values that do not divide the ``ranks`` that experts are spread over, where they are given, are not proposed.
+    Values that do not divide the ``ranks`` that experts are spread over, where they are given, are not proposed, nor
+    are those that are no multiple of ``inner``, the ranks of a sample (tp × cp).
     """
     if ep == 1 or (experts and experts % ep == 0):
         return ""
     if experts < 2:
         return f"ep {ep} spreads experts over ranks, and this model has none; leave +ep out"
-    works = [n for n in range(2, experts + 1) if experts % n == 0 and ranks % n == 0]
+    works = [n for n in range(2, experts + 1) if experts % n == 0 and ranks % n == 0 and n % inner == 0]
     fix = f"use {one_of(works[:8])}" if works else "leave +ep out"
     return f"ep {ep} does not divide the {experts} experts of a layer; {fix}"
 

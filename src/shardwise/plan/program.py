@@ -9,11 +9,11 @@ defaults of `ProgramTraits` are this package's own program.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,9 @@ from shardwise.plan.fp8_recipes import PlannedRecipe
 from shardwise.plan.strategy import Base, Strategy
 from shardwise.plan.tensor_types import GradientType, Rounding, WeightType
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 # Program that runs where an axis shards the model: this package's, Megatron-LM's (also what is planned for ``zero1``
 # beside tensor or pipeline parallel, which this version does not run), or torchtitan's, i.e. PyTorch's modules
 # with ring attention. In the latter two, embedding and head work on sharded sequences, too.
@@ -31,16 +34,17 @@ AttentionKernel = Literal["flash", "cudnn", "flash-1", "unfused"]
 Axis = Literal["tp", "pp", "cp", "ep"]
 AXES: dict[str, str] = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 OWN = "shardwise"
+LONGEST_SHOWN = 80  # characters of a wrong value in a message
 
 
 class ProgramTraits(BaseModel):
     """Traits of a program; the field descriptions are the documentation of the table."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    name: str = OWN
+    name: str = Field(OWN, pattern=r"^[^\s\pC]([^\pC]*[^\s\pC])?$")
     # what it can lay out
-    bases: tuple[Base, ...] = Field(get_args(Base), description="data-parallel strategies that it has")
+    bases: tuple[Base, ...] = Field(get_args(Base), min_length=1, description="data-parallel strategies that it has")
     axes: tuple[Axis, ...] = Field(get_args(Axis), description="model-parallel axes that it has")
     modules: Framework | None = Field(
         None, description="whose modules run where an axis shards the model; shardwise's own where left out"
@@ -57,7 +61,9 @@ class ProgramTraits(BaseModel):
     zero: Literal["torch", "megatron", "deepspeed"] = Field(
         "torch", description="layout of zero1 and zero2: by parameter, one flat buffer, or DeepSpeed's partitions"
     )
-    bucket_elements: int = Field(0, ge=0, description="elements of the communication buffers of reduced gradients")
+    bucket_elements: int = Field(
+        0, ge=0, le=2**40, description="elements of the communication buffers of reduced gradients"
+    )
     flat_parameters: bool = Field(False, description="FSDP1: a block is one flat parameter with one gradient")
     adds_in_buckets: bool = Field(
         False, description="gradients of micro batches are added in the buckets, not in a second copy (no_sync)"
@@ -69,7 +75,7 @@ class ProgramTraits(BaseModel):
         "plain", description="fused: never widens the logits to fp32; compiled: fused where blocks are compiled"
     )
     logit_bytes: float | None = Field(
-        None, ge=0, description="bytes that live for each logit at the end of the loss's forward"
+        None, ge=0, le=2**10, description="bytes that live for each logit at the end of the loss's forward"
     )
     fp8_activations: bool = Field(False, description="fp8 products save their inputs in 8 bits for the backward")
     fused_kernels: bool = Field(
@@ -95,7 +101,9 @@ class ProgramTraits(BaseModel):
         False, description="hides what experts exchange behind other micro batches' products"
     )
     overlaps_zero1: bool = Field(False, description="zero1's weights are gathered behind the next forward")
-    host: float = Field(1.0, gt=0, description="host time of an operation, in that of eager PyTorch with autocast")
+    host: float = Field(
+        1.0, gt=0, le=1e6, description="host time of an operation, in that of eager PyTorch with autocast"
+    )
 
     @property
     def is_own(self) -> bool:
@@ -125,12 +133,35 @@ class ProgramTraits(BaseModel):
 SHARDWISE = ProgramTraits()
 # pydantic's names of types, in the words of TOML
 _MUST_BE = {
-    "bool_type": " must be true or false",
-    "float_type": " must be a number",
-    "int_type": " must be a whole number",
-    "string_type": " must be a text",
-    "tuple_type": " must be a list",
+    "bool_type": "must be true or false",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "string_pattern_mismatch": "must be a text of one line, without blanks at its ends",
+    "string_type": "must be a text",
+    "too_short": f"must have one at least of {', '.join(get_args(Base))}",
+    "tuple_type": "must be a list",
 }
+# traits that are without effect where the condition does not hold, and what they are of
+_NEEDS: tuple[tuple[tuple[str, ...], Callable[[ProgramTraits], bool], str], ...] = (
+    (
+        ("accumulate",),
+        lambda one: one.weights == "masters",
+        "is of weights = 'masters'; other gradients have their weights' type",
+    ),
+    (("rounding",), lambda one: one.weights == "compute", "is of weights = 'compute'; leave it out"),
+    (("overlaps_zero1",), lambda one: "zero1" in one.bases, "is of zero1, which bases leave out"),
+    (
+        ("expert_dispatch", "overlaps_dispatch", "balanced_experts"),
+        lambda one: "ep" in one.axes,
+        "is of experts over ranks, which axes leave out",
+    ),
+    (
+        ("sequence_parallel", "async_tp"),
+        lambda one: "tp" in one.axes,
+        "is of tensor parallelism, which axes leave out",
+    ),
+)
 
 
 @lru_cache(maxsize=1)
@@ -186,8 +217,8 @@ def _of_file(text: str, data: Mapping[str, Any], stem: str) -> ProgramTraits:
     start, known = data.pop("base", OWN), tuple(ProgramTraits.model_fields)
     problems = []
     if not isinstance(start, str) or start not in program_table():
-        hint = did_you_mean(str(start), program_names())
-        problems.append(f"base = {start!r} must be one of {', '.join(program_names())}{hint}")
+        hint = did_you_mean(start, program_names()) if isinstance(start, str) else ""
+        problems.append(f"base = {_shown(start)} must be one of {', '.join(program_names())}{hint}")
         start = OWN
     problems += [
         f"'{key}' is not a trait{did_you_mean(key, known)}; docs/programs.md lists them"
@@ -195,36 +226,51 @@ def _of_file(text: str, data: Mapping[str, Any], stem: str) -> ProgramTraits:
         if key not in known
     ]
     given = {key: tuple(v) if isinstance(v, list) else v for key, v in data.items() if key in known}
-    given.setdefault("name", stem if stem != OWN else f"{stem}.toml")
-    if given["name"] in program_table():
-        problems.append(f"name = '{given['name']}' is a known program's; give the file's program another name")
+    stem = " ".join(stem.split())
+    named = given.setdefault("name", stem if stem != OWN else f"{stem}.toml")
+    if isinstance(named, str) and named in program_table():
+        problems.append(f"name = '{named}' is a known program's; give the file's program another name")
     try:
         traits = ProgramTraits.model_validate(_named(start).model_dump() | given, strict=True)
     except ValidationError as error:
-        for one in error.errors():
-            why = _MUST_BE.get(one["type"], f": {one['msg'].removeprefix('Value error, ')}")
-            problems.append(f"{one['loc'][0]} = {one['input']!r}{why}")
+        problems += [_wrong(given, one) for one in error.errors()]
     else:
-        problems += _contradictions(traits)
+        problems += _contradictions(traits, given)
+        traits = _without_idle(traits)
     if problems:
         raise PlanError(*(f"--program '{text}': {problem}" for problem in problems))
     return traits
 
 
-def _contradictions(traits: ProgramTraits) -> list[str]:
-    """Return the traits that have no effect beside the others."""
-    found = []
-    if traits.accumulate != "fp32" and traits.weights != "masters":
-        found.append("accumulate = 'compute' is of weights = 'masters'; other gradients have their weights' type")
-    if traits.rounding != "nearest" and traits.weights != "compute":
-        found.append(f"rounding = '{traits.rounding}' is of weights = 'compute'; leave it out")
-    if traits.overlaps_zero1 and "zero1" not in traits.bases:
-        found.append("overlaps_zero1 = true is of zero1, which bases leave out")
-    if "ep" not in traits.axes:
-        names = ("expert_dispatch", "overlaps_dispatch", "balanced_experts")
-        given = [name for name in names if getattr(traits, name) != getattr(SHARDWISE, name)]
-        found += [f"{name} is of experts over ranks, which axes leave out" for name in given]
-    if "tp" not in traits.axes:
-        given = [name for name in ("sequence_parallel", "async_tp") if getattr(traits, name) is not None]
-        found += [f"{name} is of tensor parallelism, which axes leave out" for name in given]
-    return found
+def _wrong(given: Mapping[str, Any], error: ErrorDetails) -> str:
+    """Return what is wrong with a key, and its rule."""
+    key, *inside = error["loc"]
+    rule = _MUST_BE.get(error["type"], error["msg"].replace("Input should be", "must be"))
+    of = f": {_shown(error['input'])}" if inside else ""  # which of a list
+    return f"{key} = {_shown(given[str(key)])}{of} {rule}"
+
+
+def _shown(value: object) -> str:
+    """Return a value of a file in a few words."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
+def _idle(traits: ProgramTraits) -> Iterator[tuple[str, str]]:
+    """Yield traits that have no effect beside the others, and why."""
+    for names, holds, why in _NEEDS:
+        for name in () if holds(traits) else names:
+            if getattr(traits, name) != getattr(SHARDWISE, name):
+                yield name, why
+
+
+def _contradictions(traits: ProgramTraits, given: Mapping[str, Any]) -> list[str]:
+    """Return the traits of ``given`` that have no effect beside the others; inherited ones are not the file's."""
+    return [f"{name} = {_shown(getattr(traits, name))} {why}" for name, why in _idle(traits) if name in given]
+
+
+def _without_idle(traits: ProgramTraits) -> ProgramTraits:
+    """Return the traits with those that lost their meaning as in this package's program."""
+    return traits.model_copy(update={name: getattr(SHARDWISE, name) for name, _ in _idle(traits)})

@@ -15,7 +15,7 @@ from shardwise.model.profile import ModelProfile, Unit
 from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.plan import Plan, gathers_fp8
-from shardwise.plan.program import OWN, find_program, program_table
+from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, find_program, program_table
 from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
@@ -108,13 +108,18 @@ def distinct_part(experts: int, per_token: int, ep: int, ranks: int = 1) -> floa
     return (len(sizes) - missed) / chosen
 
 
-def sent_bytes(profile: ModelProfile, plan: Plan, *, per_node: int | None = None) -> dict[str, float]:
+def sent_bytes(
+    profile: ModelProfile, plan: Plan, program: ProgramTraits | None = None, *, per_node: int | None = None
+) -> dict[str, float]:
     """Bytes sent by one device in one optimizer step by axis (``dp``, ``ep``, …); axes of one rank are left out.
 
-    Payload of ring algorithms. Of experts over more than ``per_node`` ranks it is what crosses the network, where the
-    program sends a token once to each node. Leaves out protocol overhead, the collectives of the clipped norm and of
-    the loss (a few bytes), and padding.
+    ``program`` are the traits of the program that runs the plan, which names only it: those of a file cannot be found
+    by that name. Payload of ring algorithms. Of experts over more than ``per_node`` ranks it is what crosses the
+    network, where the program sends a token once to each node. Leaves out protocol overhead, the collectives of the
+    clipped norm and of the loss (a few bytes), and padding.
     """
+    if program is None:
+        program = find_program(plan.program) if plan.program in program_table() else SHARDWISE
     dims, moved = plan.dims, data_traffic(plan)
     narrow = itemsize_of(plan.precision)
     model_ways, accum = (
@@ -126,7 +131,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan, *, per_node: int | None = None
     trained = (profile.num_trainable - spread[1]) / model_ways
     gradients = trained * reduced
     found: dict[str, float] = {}
-    if moved.ranks > 1 and _partitions(plan):
+    if moved.ranks > 1 and _partitions(plan, program):
         found["dp"] = (moved.reduces * gradients + trained * stepped) * (moved.ranks - 1) / moved.ranks
     elif moved.ranks > 1:
         weights = sum(u.count * _gathered(u, plan, narrow, experts=dims.ep == 1) for u in profile.units) / model_ways
@@ -138,7 +143,7 @@ def sent_bytes(profile: ModelProfile, plan: Plan, *, per_node: int | None = None
     if dims.ep > 1:
         experts = sum(w.num_elements for unit in _last_block(profile) for w in unit.weights if w.experts)
         found["dp"] = found.get("dp", 0.0) + _expert_weights_sent(spread, experts, plan, moved, narrow)
-        found["ep"] = accum * _dispatched(profile, plan, narrow) * _dispatched_part(profile, plan, per_node)
+        found["ep"] = accum * _dispatched(profile, plan, narrow) * _dispatched_part(profile, plan, program, per_node)
     rows = plan.sequences * (plan.seq_len or profile.seq_len or 1) / dims.cp
     activation = rows * (profile.hidden_size or 0) * narrow
     blocks = profile.num_blocks / dims.pp
@@ -152,10 +157,9 @@ def sent_bytes(profile: ModelProfile, plan: Plan, *, per_node: int | None = None
     return found
 
 
-def _partitions(plan: Plan) -> bool:
+def _partitions(plan: Plan, program: ProgramTraits) -> bool:
     """Return whether the plan is DeepSpeed's ZeRO-2: full weights, gathered once as they are stepped."""
-    known = plan.program in program_table()
-    return plan.parsed.base == "zero2" and known and find_program(plan.program).zero == "deepspeed"
+    return plan.parsed.base == "zero2" and program.zero == "deepspeed"
 
 
 def _reduced_bytes(plan: Plan, narrow: float) -> float:
@@ -207,10 +211,10 @@ def _dispatched(profile: ModelProfile, plan: Plan, narrow: float) -> float:
     return sum(op.m * op.k * unit.count for op, unit in firsts if op is not None) * rows * narrow * exchanges
 
 
-def _dispatched_part(profile: ModelProfile, plan: Plan, per_node: int | None) -> float:
+def _dispatched_part(profile: ModelProfile, plan: Plan, program: ProgramTraits, per_node: int | None) -> float:
     """Part of a copy for each expert that leaves its rank, or its node where a token goes once to each."""
     ep = plan.dims.ep
-    if plan.program not in program_table() or find_program(plan.program).expert_dispatch == "copies":
+    if program.expert_dispatch == "copies":
         return (ep - 1) / ep
     routed = next(unit for unit in profile.units if unit.experts)
     ranks = per_node if per_node is not None and ep > per_node else 1

@@ -233,7 +233,7 @@ def print_explanation(
         for part, seconds in time_parts(time):
             console.print(f"  {part:<11} {seconds_text(seconds):>9}  {seconds / time.step_s:.0%}")
         console.print(f"calibration: {time.calibrated or 'none of this machine; published measurements'}", markup=False)
-    for axis, sent in sent_bytes(profile, plan, per_node=cluster.devices_per_node).items():
+    for axis, sent in sent_bytes(profile, plan, workload.program, per_node=cluster.devices_per_node).items():
         console.print(f"sent in a step, {AXES[axis]}: {bytes_text(sent)} {traffic_text(axis, plan, cluster)}")
 
 

@@ -86,6 +86,12 @@ def _third(best: Candidate, cluster: ClusterSpec, result: SearchResult) -> str:
     return f"Next comes {others[0].plan.strategy}: {others[0].reason}." if others else ""
 
 
+def _only_planned(plan: Plan) -> str:
+    """Return the options for which this version runs none of the plans, whatever fits without them."""
+    asked = {"--program": plan.program != OWN, f"--fp8 {plan.fp8}": plan.fp8 != "none"}
+    return " and ".join(option for option, given in asked.items() if given)
+
+
 def _not_run(best: Candidate, result: SearchResult) -> str:
     """Return what this version runs, if it does not run the recommended plan."""
     if best.runnable:
@@ -99,6 +105,8 @@ def _not_run(best: Candidate, result: SearchResult) -> str:
         return f"Note that {what}; plan with --precision bf16{other} for the best of what it runs."
     if len(result.candidates) == 1:
         return f"Note that {what}."
+    if not runs and (asked := _only_planned(best.plan)):
+        return f"Note that {what}; plan without {asked} for the best of what it runs."
     if not runs:
         return f"Note that {what}, and that nothing it runs fits."
     return f"Note that {what}; of what it runs, {runs[0].plan.strategy} is best: {runs[0].reason}."

@@ -10,12 +10,16 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.cost.price import price_sources
+from shardwise.cost.price_catalogue import READ_ON
+from shardwise.hardware.cluster import ClusterSpec
 from shardwise.report.plan_json import Facts, PlanDocument
 from shardwise.search.candidate import Candidate
 from shardwise.search.where import Offered, SpotRuns
 from shardwise.units import bytes_text, hours_text, listed, money_text, number_text, seconds_text
 
 ROWS = 12
+OTHER_PRICES = f"plan --where takes SkyPilot's catalogue, as read on {READ_ON}, whose prices are others"
 PLANNED = "◇"  # of a plan that this version does not run
 GOOD, BAD = "[green]✓[/]", "[red]✗[/]"
 
@@ -105,7 +109,10 @@ def _offer_text(offer: Offered) -> str:
 
 def where_notes(source: str, runs: SpotRuns, unknown: Sequence[str], *, nodes: bool) -> list[str]:
     """Say what the prices are and what is assumed."""
-    notes = [f"prices: {source}; dollars an hour, without tax, storage and traffic"]
+    notes = [
+        f"prices: {source}; dollars an hour, without tax, storage and traffic",
+        "plan --cluster takes others, the hardware table's (shardwise plan --list gpus)",
+    ]
     each = f"a save every {runs.save_minutes:g} minutes and {runs.restart_minutes:g} minutes to restart"
     if runs.interruptions_per_day is None:
         notes.append(f"spot is priced as if never interrupted; break-even rates assume {each}")
@@ -170,8 +177,10 @@ def _entry(offer: Offered) -> OfferEntry:
     )
 
 
-def print_compared(names: Sequence[str], found: Sequence[Candidate | None], console: Console) -> None:
-    """Print the best plan of each cluster, one row each, and which is fastest and cheapest."""
+def print_compared(
+    names: Sequence[str], found: Sequence[Candidate | None], notes: Sequence[str], console: Console
+) -> None:
+    """Print the best plan of each cluster, one row each, which is fastest and cheapest, and ``notes`` below."""
     timed = [n for n, best in enumerate(found) if best is not None and best.time is not None]
     fastest = min(timed, key=lambda n: _step_s(found[n]), default=None)
     priced = [n for n in timed if _cost(found[n]) is not None]
@@ -190,8 +199,29 @@ def print_compared(names: Sequence[str], found: Sequence[Candidate | None], cons
     for number, (name, best) in enumerate(zip(names, found, strict=True)):
         table.add_row(*_compared_row(name, best, first=number == fastest))
     console.print(table)
-    if any(best is not None and best.cost is None for best in found):
-        console.print("hours need --tokens, and costs a price (--price)", markup=False)
+    for note in notes:
+        console.print(note, markup=False)
+
+
+def compared_notes(
+    names: Sequence[str], clusters: Sequence[ClusterSpec], found: Sequence[Candidate | None], *, tokens: bool
+) -> list[str]:
+    """Say what is missing for hours and costs, and where the prices are from.
+
+    ``tokens`` says whether the length of the training is known, or has no effect on the model.
+    """
+    rows = [one for one in zip(names, clusters, found, strict=True) if one[2] is not None and one[2].time is not None]
+    without = [name for name, cluster, _ in rows if cluster.price_per_device_hour is None]
+    notes = []
+    if rows and not tokens:
+        also = f", and costs on {listed(without)} a price (--price)" if without else ""
+        notes.append(f"hours need --tokens{also}" if also else "hours and costs need --tokens")
+    elif without:
+        notes.append(f"costs on {listed(without)} need a price (--price)")
+    tabled = [one.gpu for _, one, _ in rows if one.gpu and one.price_per_device_hour == one.gpu.price_per_hour]
+    if tokens and (source := price_sources(tabled)):
+        notes.append(f"prices: {source}; {OTHER_PRICES}")
+    return notes
 
 
 def _compared_row(name: str, best: Candidate | None, *, first: bool) -> list[str]:
