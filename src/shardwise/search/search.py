@@ -21,7 +21,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.parallel_options import OPTION_DEFAULTS, TRAIN_DEFAULTS, GradientSync, has_effect
-from shardwise.plan.plan import Plan, Recompute
+from shardwise.plan.plan import Plan, Recompute, not_runnable
 from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
@@ -55,7 +55,7 @@ TIMED = 128  # layouts that are timed, best rough estimates first
 MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
 OPTIONS = 8  # options of a layout that are timed, best rough estimates first
 TRIES = 6  # full estimates per strategy
-FULL = 20  # strategies that get a full estimate of memory, fastest first
+FULL = 20  # strategies that get a full estimate of memory, fastest first, and as many of those that this version runs
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
@@ -362,8 +362,11 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
             rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
+    runs = 0
     for place, ways in enumerate(strategies):
-        if place < FULL or _is_plain(ways[0].layout):
+        is_run = not problem.any_plan and _is_run(problem, ways[0].plan)
+        if place < FULL or _is_plain(ways[0].layout) or (is_run and runs < FULL):
+            runs += is_run
             name = ways[0].layout.name
             best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
     shown = 0
@@ -485,6 +488,11 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
         for sync in syncs(layout, problem.workload.program)
     ]
     return min(plans, key=lambda plan: problem.costs.peak_lower_bound(problem.profile, plan, problem.workload))
+
+
+def _is_run(problem: SearchProblem, plan: Plan) -> bool:
+    """Return whether this version runs a plan, or would with its own objective."""
+    return not not_runnable(plan.model_copy(update={"objective": "lm"})) and not unrun_experts(problem.profile, plan)
 
 
 def _is_plain(layout: Layout) -> bool:
