@@ -50,6 +50,7 @@ def saving_memory(problem: SearchProblem, found: SearchResult) -> SearchResult:
     """Return ``found`` with these ways: chunks where they fit or are faster, the others where nothing fits."""
     best = None if found.recommended is None else found.candidates[found.recommended]
     is_roomy = best is not None and best.plan.recompute == "none" and not best.plan.parsed.offload
+    is_roomy = is_roomy and best is not None and (best.other_run or problem.any_plan)
     if problem.pins.strategy is not None or is_roomy:
         return found
     ways = list(orders(problem))

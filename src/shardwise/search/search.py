@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 from shardwise.search.expert_reasons import unrun_experts
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import TIE, USABLE, Costs, SearchProblem, ask, tie_of
+from shardwise.search.problem import SAID_TIE, TIE, USABLE, Costs, SearchProblem, ask, tie_of
 from shardwise.search.recompute_layers import with_fewest_layers
 
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
@@ -55,7 +55,7 @@ TIMED = 128  # layouts that are timed, best rough estimates first
 MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
 OPTIONS = 8  # options of a layout that are timed, best rough estimates first
 TRIES = 6  # full estimates per strategy
-FULL = 20  # strategies that get a full estimate of memory, fastest first, and as many of those that this version runs
+FULL = 20  # strategies that get a full estimate of memory, fastest first; and of those that this version runs
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
@@ -348,7 +348,8 @@ def fits(problem: SearchProblem, memory: Estimate) -> bool | None:
 def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candidate]:
     """Return the best variant of each promising strategy; others are only counted.
 
-    The rough estimate selects layouts to time, the time selects strategies for a full memory estimate.
+    The rough estimate selects layouts to time, the time selects strategies for a full memory estimate. Strategies that
+    this version does not run take none of the places of those that it runs, as long as these may still be the fastest.
     """
     fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
@@ -362,13 +363,16 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
             rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
-    runs = 0
+    runs, limit_s = 0, float("inf")
     for place, ways in enumerate(strategies):
         is_run = not problem.any_plan and _is_run(problem, ways[0].plan)
-        if place < FULL or _is_plain(ways[0].layout) or (is_run and runs < FULL):
-            runs += is_run
+        is_hopeful = is_run and runs < FULL and _least_s(ways) <= limit_s * (1 + SAID_TIE)
+        if place < FULL or _is_plain(ways[0].layout) or is_hopeful:
             name = ways[0].layout.name
-            best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
+            best[name] = found = _first_that_fits(problem, ways, kept[name], rest[name])
+            runs += is_run
+            if is_run and found.fits is True and found.time is not None:
+                limit_s = min(limit_s, found.time.step_s)
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
@@ -493,6 +497,11 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
 def _is_run(problem: SearchProblem, plan: Plan) -> bool:
     """Return whether this version runs a plan, or would with its own objective."""
     return not not_runnable(plan.model_copy(update={"objective": "lm"})) and not unrun_experts(problem.profile, plan)
+
+
+def _least_s(ways: Sequence[Timed]) -> float:
+    """Return the seconds of a strategy's fastest variant, with no block recomputed."""
+    return min(way.step_s - (0.0 if way.time is None else way.time.recompute_s) for way in ways)
 
 
 def _is_plain(layout: Layout) -> bool:
