@@ -794,9 +794,18 @@ class TestSavingMemory:
         result = self.answer(4, state=60)
         assert result.recommended is None and result.optimizer is None and result.advice
 
-    def test_what_is_pinned_is_left_as_it_is(self):
-        result = self.answer(60, strategy=parse_strategy("ddp"))
-        assert result.recommended is None and result.candidates[0].plan.loss_chunks == 1
+    def test_a_pinned_strategy_gets_only_the_chunks(self):
+        best = self.answer(60, strategy=parse_strategy("ddp")).candidates[0]
+        assert best.fits and best.plan.strategy == "ddp" and best.plan.loss_chunks == 8
+        assert self.answer(500, strategy=parse_strategy("ddp")).candidates[0].plan.loss_chunks == 1
+        result = self.answer(30, strategy=parse_strategy("ddp"))
+        assert result.recommended is None and not result.candidates[0].plan.optimizer_in_backward
+
+    @pytest.mark.parametrize("strategy", [None, "ddp"])
+    def test_one_chunk_that_is_asked_for_is_kept(self, strategy):
+        pins = {"strategy": parse_strategy(strategy)} if strategy else {}
+        result = self.answer(60, options={"loss_chunks": 1}, **pins)
+        assert all(candidate.plan.loss_chunks == 1 for candidate in result.candidates)
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp", "zero2"])
