@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 from shardwise.search.expert_reasons import unrun_experts
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import SAID_TIE, TIE, USABLE, Costs, SearchProblem, ask, tie_of
+from shardwise.search.problem import SAID_TIE, TIE, USABLE, Costs, SearchProblem, ask, tie_of, type_options
 from shardwise.search.recompute_layers import with_fewest_layers
 
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
@@ -186,21 +186,6 @@ def plan_for(
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
         **options,
     )
-
-
-def type_options(problem: SearchProblem) -> dict[str, Any]:
-    """Return the types of weights and gradients: the program's; a compute type of fp32 leaves nothing to choose."""
-    program = problem.workload.program
-    if problem.precision == "fp32":
-        return {"program": program.name}
-    return {
-        "program": program.name,
-        "weights": program.weights,
-        "accumulate": program.accumulate if program.weights == "masters" else "fp32",
-        "reduce": program.reduce,
-        "rounding": program.rounding,
-        "fp8": program.fp8,
-    }
 
 
 def axis_options(pins: Pins, strategy: Strategy, program: ProgramTraits = SHARDWISE) -> dict[str, Any]:
