@@ -354,10 +354,10 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
         is_hopeful = is_run and runs < FULL and _least_s(ways) <= limit_s * (1 + SAID_TIE)
         if place < FULL or _is_plain(ways[0].layout) or is_hopeful:
             name = ways[0].layout.name
-            best[name] = found = _first_that_fits(problem, ways, kept[name], rest[name])
+            best[name] = one = _first_that_fits(problem, ways, kept[name], rest[name])
             runs += is_run
-            if is_run and found.fits is True and found.time is not None:
-                limit_s = min(limit_s, found.time.step_s)
+            if is_run and one.fits is True and one.time is not None:
+                limit_s = min(limit_s, one.time.step_s)
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
