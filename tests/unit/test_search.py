@@ -347,6 +347,19 @@ class TestRunnable:
         assert other.why_not_runnable == "zero1 with +tp2"
         assert other.reason == "planned, but not run by this version (zero1 with +tp2); 50.0% faster than fsdp"
 
+    def test_those_that_are_not_run_take_no_places_of_those_that_are(self, monkeypatch):
+        monkeypatch.setattr("shardwise.search.search.FULL", 2)
+        times = {"zero1+tp2": 1.0, "zero1+tp4": 1.1, "fsdp+tp2": 2.0, "fsdp+tp4": 4.0}
+
+        def close(profile, plan, workload, cluster):
+            total = times.get(plan.strategy, 9.0)
+            return StepTime(step_s=total, low_s=total, high_s=total, compute_s=total)
+
+        result = search(model(), WORK, cluster(memory=200 * GIB), costs=Costs(estimate, needs, close))
+        names = [c.plan.strategy for c in result.candidates]
+        assert names[0] == "fsdp+tp2" and {"zero1+tp2", "zero1+tp4"} <= set(names)
+        assert "fsdp+tp4" not in names, "what cannot be the fastest needs no estimate"
+
     def test_any(self):
         best = self.answer(any_plan=True).candidates[0]
         assert best.plan.strategy == "zero1+tp2" and "that fit:" in best.plan.reason
@@ -751,6 +764,24 @@ class TestSavingMemory:
         assert best.fits and best.plan.loss_chunks == 8 and not best.plan.optimizer_in_backward
         assert result.optimizer is None and "fastest of" in best.plan.reason
 
+    def test_chunks_where_only_plans_that_are_not_run_have_room(self):
+        """Here zero1+tp2 needs no logits, and is not run."""
+
+        def less(profile, plan, workload):
+            return GIB if plan.strategy == "zero1+tp2" else costs.peak_lower_bound(profile, plan, workload)
+
+        def same(profile, plan, workload, cluster):
+            update = {"device": less(profile, plan, workload)}
+            return estimate(profile, plan, workload, cluster).model_copy(update=update)
+
+        costs, machine = self.costs(), cluster(memory=60 * GIB)
+        asked = (model(), Workload(seq_len=4096, global_batch=8), machine)
+        for any_plan, runs, chunks in ((False, True, 8), (True, False, 1)):
+            best = search_and_advise(
+                *asked, costs=Costs(same, less, seconds), saves_memory=True, any_plan=any_plan
+            ).candidates[0]
+            assert (best.runnable, best.plan.loss_chunks) == (runs, chunks)
+
     def test_the_optimizer_in_the_backward(self):
         result = self.answer(30)
         best = result.candidates[0]
@@ -763,9 +794,18 @@ class TestSavingMemory:
         result = self.answer(4, state=60)
         assert result.recommended is None and result.optimizer is None and result.advice
 
-    def test_what_is_pinned_is_left_as_it_is(self):
-        result = self.answer(60, strategy=parse_strategy("ddp"))
-        assert result.recommended is None and result.candidates[0].plan.loss_chunks == 1
+    def test_a_pinned_strategy_gets_only_the_chunks(self):
+        best = self.answer(60, strategy=parse_strategy("ddp")).candidates[0]
+        assert best.fits and best.plan.strategy == "ddp" and best.plan.loss_chunks == 8
+        assert self.answer(500, strategy=parse_strategy("ddp")).candidates[0].plan.loss_chunks == 1
+        result = self.answer(30, strategy=parse_strategy("ddp"))
+        assert result.recommended is None and not result.candidates[0].plan.optimizer_in_backward
+
+    @pytest.mark.parametrize("strategy", [None, "ddp"])
+    def test_one_chunk_that_is_asked_for_is_kept(self, strategy):
+        pins = {"strategy": parse_strategy(strategy)} if strategy else {}
+        result = self.answer(60, options={"loss_chunks": 1}, **pins)
+        assert all(candidate.plan.loss_chunks == 1 for candidate in result.candidates)
 
 
 @pytest.mark.parametrize("strategy", [None, "fsdp", "zero2"])

@@ -91,7 +91,8 @@ def with_config(words: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     found |= {name: getattr(parallel, name) for name in TYPE_FIELDS if name in parallel.model_fields_set}
     filled = dict(words) | {key: value for key, value in found.items() if words[key] is None}
     usual = {"optimizer": ("adamw", config.optimizer.name), "compiled": (False, parallel.compile)}
-    usual |= {"loss_chunks": (1, train.loss_chunks), "optimizer_in_backward": (False, config.optimizer.in_backward)}
+    usual |= {"loss_chunks": (None, train.loss_chunks if train.loss_chunks > 1 else None)}
+    usual |= {"optimizer_in_backward": (False, config.optimizer.in_backward)}
     filled |= {key: value for key, (default, value) in usual.items() if words[key] == default}
     filled |= {"grad_accum": train.grad_accum, "device": parallel.device, "nproc": parallel.nproc, "steps": train.steps}
     filled["threads"] = parallel.threads

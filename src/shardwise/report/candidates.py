@@ -41,8 +41,8 @@ AXES = {
 def print_candidates(profile: ModelProfile, cluster: ClusterSpec, result: SearchResult, console: Console) -> None:
     """Print facts, table, reasons against other strategies, and fixes if nothing fits."""
     print_facts(profile, cluster, console)
-    _print_options(result, console)
     shown = _shown(result)
+    _print_options(result, shown, console)
     console.print(_table(shown, result, cluster, console.width))
     left = len(result.candidates) - len(shown)
     console.print(
@@ -80,12 +80,12 @@ def print_facts(profile: ModelProfile, cluster: ClusterSpec, console: Console) -
         console.print(f"unknown: {line}", markup=False, style="yellow")
 
 
-def _print_options(result: SearchResult, console: Console) -> None:
-    """Print the options that plans have beside their strategies, and which plans, where not all."""
+def _print_options(result: SearchResult, shown: Sequence[Candidate], console: Console) -> None:
+    """Print the options that the rows have beside their strategies, and which rows, where not all."""
     if result.optimizer is not None:
         console.print(f"nothing fits with AdamW: planned with {result.optimizer}, whose updates differ", markup=False)
     by_options: dict[str, list[str]] = {}
-    for candidate in result.candidates:
+    for candidate in shown:
         by_options.setdefault(options_text(candidate.plan), []).append(candidate.plan.strategy)
     for options, names in by_options.items():
         if options:

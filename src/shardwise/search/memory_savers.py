@@ -1,7 +1,7 @@
 """Ways to run a plan that save memory: the loss in chunks, and where nothing fits the optimizer in the backward.
 
 Neither changes what is trained. Where not even they fit, optimizers with less state than AdamW are tried, whose updates
-differ; the result names them. A pinned strategy, and options that were pinned, are left as they are.
+differ; the result names them. Options that were pinned are left as they are; a pinned strategy gets only the chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def orders(problem: SearchProblem) -> Iterator[Order]:
     """Yield chunked loss, optimizer in backward, and both."""
     given, found = problem.pins.options, list[Order]()
     of_text = problem.workload.objective == "lm"  # trainers of pairs have no loss in chunks
-    if of_text and problem.profile.vocab_size and not problem.workload.fused_loss and given.get("loss_chunks", 1) == 1:
+    if of_text and problem.profile.vocab_size and not problem.workload.fused_loss and "loss_chunks" not in given:
         found.append((f"the loss in {CHUNKS} chunks", {"loss_chunks": CHUNKS}, {"--loss-chunks": str(CHUNKS)}))
     if not given.get("optimizer_in_backward"):
         early: dict[str, object] = {"optimizer_in_backward": True}
@@ -50,12 +50,13 @@ def saving_memory(problem: SearchProblem, found: SearchResult) -> SearchResult:
     """Return ``found`` with these ways: chunks where they fit or are faster, the others where nothing fits."""
     best = None if found.recommended is None else found.candidates[found.recommended]
     is_roomy = best is not None and best.plan.recompute == "none" and not best.plan.parsed.offload
-    if problem.pins.strategy is not None or is_roomy:
+    is_roomy = is_roomy and best is not None and (best.other_run or problem.any_plan)
+    if is_roomy:
         return found
     ways = list(orders(problem))
     if ways and "loss_chunks" in ways[0][1] and (other := _search(problem, ways[0][1], problem.workload)):
         found = _merged(problem, found, other)
-    if found.recommended is not None:
+    if found.recommended is not None or problem.pins.strategy is not None:
         return found
     for name, workload in (("", problem.workload), *lean_workloads(problem.workload)):
         for _, options, _ in (*([("", {}, {})] if name else []), *ways):

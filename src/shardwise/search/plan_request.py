@@ -155,8 +155,8 @@ class PlanRequest(BaseModel):
         Word(str, "plain", "loss", lambda fused: "fused"),
     ] = False
     loss_chunks: Annotated[
-        int, CommandOption(help="Number of chunks of the logits.", min=1, max=2**16), Word(int, 1), Field(ge=1)
-    ] = 1
+        int | None, CommandOption(help="Number of chunks of the logits.", min=1, max=2**16), Word(int | None)
+    ] = None
     program_text: Annotated[
         str,
         CommandOption(
@@ -255,7 +255,7 @@ class PlanRequest(BaseModel):
 
     @property
     def _options(self) -> dict[str, Any]:
-        given: dict[str, Any] = {} if self.loss_chunks == 1 else {"loss_chunks": self.loss_chunks}
+        given: dict[str, Any] = {} if self.loss_chunks is None else {"loss_chunks": self.loss_chunks}
         given |= {"optimizer_in_backward": True} if self.optimizer_in_backward else {}
         given |= {"compile": True} if self.compiled else {}
         given |= {"offload_activations": True} if self.offload_activations else {}

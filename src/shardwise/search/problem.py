@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cost.memory.estimate import Estimate
 from shardwise.cost.time.step_time import StepTime
@@ -175,3 +175,18 @@ def ask(
         any_plan=any_plan,
         plain=plain,
     )
+
+
+def type_options(problem: SearchProblem) -> dict[str, Any]:
+    """Return the types of weights and gradients: the program's; a compute type of fp32 leaves nothing to choose."""
+    program = problem.workload.program
+    if problem.precision == "fp32":
+        return {"program": program.name}
+    return {
+        "program": program.name,
+        "weights": program.weights,
+        "accumulate": program.accumulate if program.weights == "masters" else "fp32",
+        "reduce": program.reduce,
+        "rounding": program.rounding,
+        "fp8": program.fp8,
+    }

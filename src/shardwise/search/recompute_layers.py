@@ -30,11 +30,18 @@ def with_fewest_layers(
 ) -> list[Candidate]:
     """Return the candidates; those that could then be the fastest recompute as few blocks as fit, if that is faster.
 
-    A pinned recompute is kept, and so are the plans of other programs, which may not be able to recompute some blocks.
+    The fastest of all, or of those that this version runs where only these are recommended. A pinned recompute is kept,
+    and so are the plans of other programs, which may not be able to recompute some blocks.
     """
     times = [(one, one.time) for one in candidates if one.fits is True and one.time is not None]
     fastest = min((time.step_s for _, time in times), default=0.0)
-    hopeful = {id(one) for one, time in times if time.step_s - time.recompute_s <= fastest * (1 + SAID_TIE)}
+    run = [time.step_s for one, time in times if one.other_run and not problem.any_plan]
+    fastest_run = min(run, default=fastest)
+    hopeful = {
+        id(one)
+        for one, time in times
+        if time.step_s - time.recompute_s <= (fastest_run if one.other_run else fastest) * (1 + SAID_TIE)
+    }
     return [_fewer(problem, one, cost_of, time_of) if id(one) in hopeful else one for one in candidates]
 
 

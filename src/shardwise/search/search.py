@@ -21,7 +21,7 @@ from shardwise.hardware.cluster import ClusterSpec
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.objective import SEQUENCES
 from shardwise.plan.parallel_options import OPTION_DEFAULTS, TRAIN_DEFAULTS, GradientSync, has_effect
-from shardwise.plan.plan import Plan, Recompute
+from shardwise.plan.plan import Plan, Recompute, not_runnable
 from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.strategy import Strategy
 from shardwise.plan.workload import Workload
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 from shardwise.search.expert_reasons import unrun_experts
 from shardwise.search.explain_plan import with_reasons
-from shardwise.search.problem import TIE, USABLE, Costs, SearchProblem, ask, tie_of
+from shardwise.search.problem import SAID_TIE, TIE, USABLE, Costs, SearchProblem, ask, tie_of, type_options
 from shardwise.search.recompute_layers import with_fewest_layers
 
 USABLE_IF_UNKNOWN = 0.6  # where a category is unknown
@@ -55,7 +55,7 @@ TIMED = 128  # layouts that are timed, best rough estimates first
 MICROS = 3  # micro batches examined per layout and recompute mode: the largest that pass
 OPTIONS = 8  # options of a layout that are timed, best rough estimates first
 TRIES = 6  # full estimates per strategy
-FULL = 20  # strategies that get a full estimate of memory, fastest first
+FULL = 20  # strategies that get a full estimate of memory, fastest first; and of those that this version runs
 SHOWN_UNFIT = 12
 HOST_UNKNOWN = "which is not known (host_memory_bytes of a cluster file)"
 
@@ -186,21 +186,6 @@ def plan_for(
         adapter=adapter_of(problem.pins, problem.workload) if layout.strategy.adapter != "none" else None,
         **options,
     )
-
-
-def type_options(problem: SearchProblem) -> dict[str, Any]:
-    """Return the types of weights and gradients: the program's; a compute type of fp32 leaves nothing to choose."""
-    program = problem.workload.program
-    if problem.precision == "fp32":
-        return {"program": program.name}
-    return {
-        "program": program.name,
-        "weights": program.weights,
-        "accumulate": program.accumulate if program.weights == "masters" else "fp32",
-        "reduce": program.reduce,
-        "rounding": program.rounding,
-        "fp8": program.fp8,
-    }
 
 
 def axis_options(pins: Pins, strategy: Strategy, program: ProgramTraits = SHARDWISE) -> dict[str, Any]:
@@ -348,7 +333,8 @@ def fits(problem: SearchProblem, memory: Estimate) -> bool | None:
 def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candidate]:
     """Return the best variant of each promising strategy; others are only counted.
 
-    The rough estimate selects layouts to time, the time selects strategies for a full memory estimate.
+    The rough estimate selects layouts to time, the time selects strategies for a full memory estimate. Strategies that
+    this version does not run take none of the places of those that it runs, as long as these may still be the fastest.
     """
     fitting, unfit = _screen_all(problem, found)
     by_name: dict[str, list[Timed]] = {}
@@ -362,10 +348,16 @@ def _best_of_each(problem: SearchProblem, found: Sequence[Layout]) -> list[Candi
             rest.setdefault(layout.name, []).extend(options[len(best_ones) :])
     strategies = sorted((_in_order(ways) for ways in by_name.values()), key=lambda ways: _rank_of(ways[0]))
     best: dict[str, Candidate] = {}
+    runs, limit_s = 0, float("inf")
     for place, ways in enumerate(strategies):
-        if place < FULL or _is_plain(ways[0].layout):
+        is_run = not problem.any_plan and _is_run(problem, ways[0].plan)
+        is_hopeful = is_run and runs < FULL and _least_s(ways) <= limit_s * (1 + SAID_TIE)
+        if place < FULL or _is_plain(ways[0].layout) or is_hopeful:
             name = ways[0].layout.name
-            best[name] = _first_that_fits(problem, ways, kept[name], rest[name])
+            best[name] = one = _first_that_fits(problem, ways, kept[name], rest[name])
+            runs += is_run
+            if is_run and one.fits is True and one.time is not None:
+                limit_s = min(limit_s, one.time.step_s)
     shown = 0
     for layout in unfit:
         wanted = _is_plain(layout) or problem.pins.strategy is not None or (not fitting and shown < SHOWN_UNFIT)
@@ -485,6 +477,16 @@ def smallest(problem: SearchProblem, layout: Layout) -> Plan:
         for sync in syncs(layout, problem.workload.program)
     ]
     return min(plans, key=lambda plan: problem.costs.peak_lower_bound(problem.profile, plan, problem.workload))
+
+
+def _is_run(problem: SearchProblem, plan: Plan) -> bool:
+    """Return whether this version runs a plan, or would with its own objective."""
+    return not not_runnable(plan.model_copy(update={"objective": "lm"})) and not unrun_experts(problem.profile, plan)
+
+
+def _least_s(ways: Sequence[Timed]) -> float:
+    """Return the seconds of a strategy's fastest variant, with no block recomputed."""
+    return min(way.step_s - (0.0 if way.time is None else way.time.recompute_s) for way in ways)
 
 
 def _is_plain(layout: Layout) -> bool:
