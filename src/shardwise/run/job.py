@@ -320,7 +320,7 @@ def foreseen(asked: Asked, plan: Plan, cluster: ClusterSpec, config: Config) -> 
     trained = adapted(profile, plan.parsed, with_plan(workload, plan), plan.precision, plan.device)
     less = smaller(profile, workload, cluster, plan)
     return {
-        "traffic": sent_bytes(trained, plan),
+        "traffic": sent_bytes(trained, plan, workload.program),
         "alternatives": alternatives(profile, workload, cluster, plan),
         "smaller": tuple(one for one in less if not optimizer_problems(config.optimizer, one.plan.parsed)),
     }

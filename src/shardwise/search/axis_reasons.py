@@ -63,7 +63,8 @@ def _without(problem: SearchProblem, best: Candidate, others: Sequence[Candidate
 def _each(problem: SearchProblem, best: Candidate) -> Iterator[str]:
     """Describe where each axis is placed and its cost per step."""
     plan, cluster = best.plan, problem.cluster
-    dims, sent = plan.dims, sent_bytes(problem.profile, plan, per_node=problem.cluster.devices_per_node)
+    dims, program = plan.dims, problem.workload.program
+    sent = sent_bytes(problem.profile, plan, program, per_node=cluster.devices_per_node)
     if dims.tp > 1:
         where = (
             "reaches over several nodes"

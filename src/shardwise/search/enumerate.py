@@ -212,10 +212,10 @@ def _experts_problem(strategy: Strategy, experts: int, world: int) -> str:
     inner = strategy.tp * strategy.cp
     dp, left = divmod(world, inner * strategy.pp)
     if strategy.base == "hsdp" or left:
-        return expert_problem(experts, strategy.ep)  # `dims_for` has the ranks
+        return expert_problem(experts, strategy.ep, inner=inner)  # `dims_for` has the ranks
     sharded = {"dp_shard": dp} if strategy.shards_parameters else {"dp_replicate": dp}
     dims = ParallelDims(tp=strategy.tp, pp=strategy.pp, cp=strategy.cp, ep=strategy.ep, **sharded)
-    return expert_problem(experts, strategy.ep, dims.expert_ranks) or spread_problem(dims, experts)
+    return expert_problem(experts, strategy.ep, dims.expert_ranks, inner) or spread_problem(dims, experts)
 
 
 def _stages_problem(strategy: Strategy, blocks: int, pins: Pins) -> str:

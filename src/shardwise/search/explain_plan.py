@@ -170,7 +170,8 @@ def faster_text(candidate: Candidate, best: Candidate, gap: float) -> str:
 
 def _traffic(problem: SearchProblem, candidate: Candidate, part: str) -> str:
     axis = AXIS_OF.get(part)
-    sent = sent_bytes(problem.profile, candidate.plan, per_node=problem.cluster.devices_per_node).get(axis or "")
+    program, per_node = problem.workload.program, problem.cluster.devices_per_node
+    sent = sent_bytes(problem.profile, candidate.plan, program, per_node=per_node).get(axis or "")
     if not axis or not sent or part == "pipeline_s":
         dims, accum = candidate.plan.dims, candidate.plan.grad_accum
         return f"; {dims.pp} stages, {counted(accum, 'micro batch')}" if part == "pipeline_s" else ""

@@ -220,6 +220,11 @@ def without_effect_notes(
     if words["strategy"] is None or "lora" not in words["strategy"]:
         given_to = [f"{option} {value}" for option, value in adapters.items() if value is not None]
         notes += [f"{text} counts only where adapters are proposed; pin --strategy fsdp+lora" for text in given_to]
+    if words["virtual_stages"] > 1 and words["strategy"] is None:
+        notes.append(
+            f"--virtual-stages {words['virtual_stages']} counts only where pipelines are proposed; "
+            "pin --strategy fsdp+pp2"
+        )
     if profile.seq_len is None:
         given = {"--seq-len": words["seq_len"], "--tokens": words["tokens"]}
         unread = [f"{option} {value}" for option, value in given.items() if value is not None]
