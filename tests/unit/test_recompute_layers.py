@@ -141,7 +141,11 @@ class TestWords:
     def test_all_are_asked_for(self, capsys):
         """Without it the planner takes fewer, where that is faster and fits."""
         found, everything = [], ("--recompute-layers", "all")
-        cases = (("zero2", ("--loss-chunks", "1")), ("zero2", everything), ("fsdp", (*everything, "--recompute", "selective")))
+        cases = (
+            ("zero2", ("--loss-chunks", "1")),
+            ("zero2", everything),
+            ("fsdp", (*everything, "--recompute", "selective")),
+        )
         for strategy, more in cases:
             out, _ = command(capsys, *self.WORDS, "--strategy", strategy, "--micro-batch", "4", "--json", *more)
             entry = json.loads(out)["candidates"][0]
