@@ -259,7 +259,7 @@ sheet's peak, and has one constant for everything else, fitted without the row's
 
 Where the model is wrong: TensorRT-LLM 0.6 on several H100s with grouped heads (Llama-2-70B, Falcon-180B) was up to 2.5
 times slower than predicted, and later engines are not; prompts of 128 tokens (a few milliseconds, which the host
-determines); int8 weights of gpt-fast; at maximum load large models with long answers, where predictions are up to 43 %
+determines); int8 weights of gpt-fast; at maximum load large models with long answers, where predictions are up to 38 %
 too fast. Everything is a measurement of NVIDIA GPUs with engines of 2023 to 2026; nothing here was measured by us.
 
 The middle 80 % of measured over predicted seconds is {low:.2f} to {high:.2f}; `SPREAD` of

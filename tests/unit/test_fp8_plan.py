@@ -97,9 +97,9 @@ def test_seconds_of_a_product_are_those_of_the_three_in_fp8_and_of_their_casts()
     memory = machine.memory_s
     cases = [
         (split("tensorwise", compiled=False), 1.0, 33.0, m * k + k * n, 2 * m * n + k * n + m * k),
-        (split("tensorwise"), 1.0, 1.25, m * k + k * n, m * n + k * n + m * k),
-        (split("tensorwise", gathers_fp8=True), 1.0, 1.25, m * k, m * n + m * k),
-        (split("rowwise"), FP8_ROWWISE, 1.25, m * k + k * n, 2 * m * n + k * n + m * k),
+        (split("tensorwise"), 1.0, 5.0, m * k + k * n, m * n + k * n + m * k),
+        (split("tensorwise", gathers_fp8=True), 1.0, 5.0, m * k, m * n + m * k),
+        (split("rowwise"), FP8_ROWWISE, 5.0, m * k + k * n, 2 * m * n + k * n + m * k),
     ]
     for asked, slower, each, ahead, back in cases:
         found = op_s(machine, block(), op, asked)
