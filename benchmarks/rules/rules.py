@@ -18,6 +18,7 @@ from shardwise.model.load_model import load_profile
 from shardwise.model.profile import ModelProfile, Unit, Weight
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan
+from shardwise.plan.program import SHARDWISE
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -180,7 +181,7 @@ def sent() -> str:
         cells = [strategy]
         for precision, accum in (("fp32", 1), ("bf16", 1), ("bf16", 8)):
             plan = _plan(strategy, cluster, precision, accum)
-            cells.append(f"{sent_bytes(profile('llama-3.1-8b'), plan)['dp'] / GB:.0f}")
+            cells.append(f"{sent_bytes(profile('llama-3.1-8b'), plan, SHARDWISE)['dp'] / GB:.0f}")
         lines.append(cells)
     return rows(("strategy", "fp32", "bf16", "bf16, accumulation 8"), lines)
 

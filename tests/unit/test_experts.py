@@ -422,11 +422,11 @@ class TestTime:
 
     def test_what_is_sent_to_experts(self):
         plan = plan_for("fsdp+ep8", 16)
-        sent = sent_bytes(self.PROFILE, plan)
+        sent = sent_bytes(self.PROFILE, plan, SHARDWISE)
         copies = 4096 * 8 * 2048 * 2 * 48  # tokens × experts a token × width × bf16 × layers
         assert sent["ep"] == 4 * 4 * copies * 7 / 8
-        assert sent["dp"] < sent_bytes(self.PROFILE, plan_for("fsdp", 16))["dp"] / 4
-        again = sent_bytes(self.PROFILE, plan_for("fsdp+ep8", 16, recompute="full"))
+        assert sent["dp"] < sent_bytes(self.PROFILE, plan_for("fsdp", 16), SHARDWISE)["dp"] / 4
+        again = sent_bytes(self.PROFILE, plan_for("fsdp+ep8", 16, recompute="full"), SHARDWISE)
         assert again["ep"] == 6 / 4 * sent["ep"], "recompute needs what the experts sent back: it is weighed afterwards"
 
     def test_recompute_repeats_both_exchanges_where_results_are_weighed_after_them(self):

@@ -25,7 +25,7 @@ from shardwise.parallel.lora.adapters import parameters_in_full
 from shardwise.plan.dims import dims_for
 from shardwise.plan.lora_options import AdapterOptions
 from shardwise.plan.plan import Plan
-from shardwise.plan.program import ProgramTraits
+from shardwise.plan.program import SHARDWISE, ProgramTraits
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -325,8 +325,11 @@ def test_packed_weights_are_sent_as_half_a_byte_and_only_gradients_of_adapters()
     profile = adapted(LLAMA, plan.parsed, with_plan(Workload(), plan), plan.precision)
     packed = 32 * BLOCK
     gathered = packed * 0.5 + (profile.num_parameters - packed) * 2
-    assert sent_bytes(profile, plan)["dp"] == pytest.approx((2 * gathered + 4 * profile.num_trainable) * 7 / 8)
-    full = sent_bytes(LLAMA, plan_of("fsdp"))["dp"]
+    sent = sent_bytes(profile, plan, SHARDWISE)["dp"]
+    assert sent == pytest.approx(
+        (2 * gathered + 4 * profile.num_trainable) * 7 / 8
+    )
+    full = sent_bytes(LLAMA, plan_of("fsdp"), SHARDWISE)["dp"]
     assert full == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)
 
 

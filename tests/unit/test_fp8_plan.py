@@ -20,7 +20,7 @@ from shardwise.model.transformer import profile_of
 from shardwise.plan.dims import dims_for
 from shardwise.plan.fp8_recipes import converts, in_fp8, kept_wide
 from shardwise.plan.plan import Plan, gathers_fp8
-from shardwise.plan.program import find_program
+from shardwise.plan.program import SHARDWISE, find_program
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload
@@ -61,7 +61,7 @@ def test_sharded_weights_are_gathered_in_one_byte_where_one_scale_is_for_the_who
     assert not gathers_fp8(plan_of("ddp", "tensorwise"))
     sent = {recipe: unit_weights(block(), layout_of(plan_of("fsdp", recipe))).sent for recipe in RECIPES}
     assert sent == {"none": 2 * (LINEAR + NORMS), "rowwise": 2 * (LINEAR + NORMS), "tensorwise": LINEAR + 2 * NORMS}
-    wire = {recipe: sent_bytes(llama(), plan_of("fsdp", recipe))["dp"] for recipe in RECIPES}
+    wire = {recipe: sent_bytes(llama(), plan_of("fsdp", recipe), SHARDWISE)["dp"] for recipe in RECIPES}
     weights = BLOCKS * (LINEAR + NORMS) + ENDS
     assert wire["none"] == wire["rowwise"] == 7 / 8 * (2 * 2 * weights + 4 * weights)
     assert wire["none"] - wire["tensorwise"] == 7 / 8 * 2 * BLOCKS * LINEAR

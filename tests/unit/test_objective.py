@@ -18,6 +18,7 @@ from shardwise.model.lora import with_adapters, without_adapters
 from shardwise.model.profile import ModelProfile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan, axis_problems, not_runnable, runnable
+from shardwise.plan.program import SHARDWISE
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import data_traffic, sent_bytes
 from shardwise.plan.workload import Workload
@@ -112,7 +113,7 @@ def test_traffic_of_the_reference() -> None:
     assert (data_traffic(pairs).gathers, data_traffic(twice).gathers) == (12, 8)
     assert data_traffic(pairs).reduces == data_traffic(twice).reduces
     for axis in ("tp2", "cp2", "pp2"):
-        dpo, lm = (sent_bytes(profile_of(plan), plan)[axis[:2]] for plan in both(f"fsdp+{axis}"))
+        dpo, lm = (sent_bytes(profile_of(plan), plan, SHARDWISE)[axis[:2]] for plan in both(f"fsdp+{axis}"))
         assert dpo == pytest.approx(1.5 * lm), "forward and backward, and a forward"
 
 

@@ -151,7 +151,9 @@ def test_programs_without_expert_parallelism_refuse_it() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_gradients_reduced_in_half_the_bytes_send_half_of_them(strategy: str) -> None:
     plan, model = plan_of(strategy, SHARDWISE), profile()
-    wide, narrow = (sent_bytes(model, plan.model_copy(update={"reduce": kind}))["dp"] for kind in ("fp32", "compute"))
+    wide, narrow = (
+        sent_bytes(model, plan.model_copy(update={"reduce": kind}), SHARDWISE)["dp"] for kind in ("fp32", "compute")
+    )
     halves = data_traffic(plan)
     scattered = halves.reduces * (halves.shards - 1) / halves.shards * plan.parsed.shards_parameters
     replicated = halves.reduces * 2 / halves.shards * (halves.replicas - 1) / halves.replicas
@@ -207,8 +209,8 @@ def test_the_quick_bound_is_below_the_estimate(name: str, model: str) -> None:
 
 def test_partitions_of_deepspeed_send_each_weight_once() -> None:
     plan, known = plan_of("zero2", find_program("deepspeed"), gradient_sync="every"), profile()
-    own = sent_bytes(known, plan)["dp"]
-    named = sent_bytes(known, plan.model_copy(update={"program": "deepspeed"}))["dp"]
+    own = sent_bytes(known, plan, SHARDWISE)["dp"]
+    named = sent_bytes(known, plan, find_program("deepspeed"))["dp"]
     assert named == pytest.approx((2 * 2 + 2) * known.num_trainable * 7 / 8)  # two micro batches, and the stepped ones
     assert own == pytest.approx((2 * 2 + 2 * 2) * known.num_trainable * 7 / 8)  # FSDP2 gathers for each micro batch
 

@@ -87,8 +87,8 @@ class TestCosts:
 
     def test_tokens_are_sent_to_experts_again_for_that_share(self):
         mixtral = load_profile("mixtral-8x7b", seq_len=4096)
-        sent = [sent_bytes(mixtral, plan_of("fsdp+ep8", n))["ep"] for n in (8, 16, None)]
-        none = sent_bytes(mixtral, plan_of("fsdp+ep8", None, "none"))["ep"]
+        sent = [sent_bytes(mixtral, plan_of("fsdp+ep8", n), SHARDWISE)["ep"] for n in (8, 16, None)]
+        none = sent_bytes(mixtral, plan_of("fsdp+ep8", None, "none"), SHARDWISE)["ep"]
         more = sent[2] - none
         assert [one - none for one in sent] == pytest.approx([more / 4, more / 2, more])
 

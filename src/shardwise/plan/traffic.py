@@ -15,7 +15,7 @@ from shardwise.model.profile import ModelProfile, Unit
 from shardwise.plan.divisibility import kv_repeats
 from shardwise.plan.fp8_recipes import in_fp8
 from shardwise.plan.plan import Plan, gathers_fp8
-from shardwise.plan.program import OWN, SHARDWISE, ProgramTraits, find_program, program_table
+from shardwise.plan.program import OWN, ProgramTraits
 from shardwise.plan.strategy import Strategy
 
 GRADIENT_BYTES = 4  # of fp32, in which gradients are reduced where a plan says nothing else
@@ -109,7 +109,7 @@ def distinct_part(experts: int, per_token: int, ep: int, ranks: int = 1) -> floa
 
 
 def sent_bytes(
-    profile: ModelProfile, plan: Plan, program: ProgramTraits | None = None, *, per_node: int | None = None
+    profile: ModelProfile, plan: Plan, program: ProgramTraits, *, per_node: int | None = None
 ) -> dict[str, float]:
     """Bytes sent by one device in one optimizer step by axis (``dp``, ``ep``, …); axes of one rank are left out.
 
@@ -118,8 +118,6 @@ def sent_bytes(
     network, where the program sends a token once to each node. Leaves out protocol overhead, the collectives of the
     clipped norm and of the loss (a few bytes), and padding.
     """
-    if program is None:
-        program = find_program(plan.program) if plan.program in program_table() else SHARDWISE
     dims, moved = plan.dims, data_traffic(plan)
     narrow = itemsize_of(plan.precision)
     model_ways, accum = (

@@ -17,11 +17,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from shardwise.hardware.gpus import Generation, GpuSpec, generation_of, generations, multiprocessors
-
-AttentionKernel = Literal["flash", "cudnn", "flash-1", "unfused"]
+from shardwise.plan.program import AttentionKernel
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 # Rows, columns, and how often the area was halved.

@@ -42,7 +42,7 @@ BACKWARD_LAUNCHES = 1.4  # host time of an op's backward nodes, of its forward's
 CPU_LAUNCHES, CPU_BACKWARD_LAUNCHES = 6.0, 0.5
 # DeepSpeed's ZeRO-3 gathers and releases each module's weights by hooks in Python: its host seconds for one module and
 # pass. From Qwen's table of 2023 (1.8B on one GPU, 256 to 1,024 tokens: 2.1 s for eight micro batches); its 7B and 72B
-# rows are then 20 % too fast at short lengths.
+# rows are then 15 to 29 % too fast up to 1,024 tokens.
 GATHERED_MODULE_S = 3e-4
 COMPILED_LAUNCHES = 0.35  # host time of a compiled unit, of an eager one's; an assumption
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 from shardwise.cost.time import collective_time as collectives
 from shardwise.cost.time import kernels
 from shardwise.cost.time.collective_time import Calibration, CollectiveKind, Group
-from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.errors import PlanError
 from shardwise.hardware.cluster import ClusterSpec
 from shardwise.hardware.gpus import GpuSpec, constants_of
+from shardwise.plan.program import AttentionKernel
 
 # 16-bit operands whose rows do not start on 16 bytes take other kernels: padding GPT-2's vocabulary of 50257 to 50304
 # is known for a quarter off a small model's step (nanoGPT), of which the head is a third. An estimate from that.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.cost.time.expert_time import load_of
-from shardwise.cost.time.kernels import AttentionKernel
 from shardwise.model.profile import Op
 from shardwise.plan.plan import Precision, Recompute
+from shardwise.plan.program import AttentionKernel
 from shardwise.plan.tensor_types import Fp8Recipe
 
 
