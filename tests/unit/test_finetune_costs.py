@@ -326,9 +326,7 @@ def test_packed_weights_are_sent_as_half_a_byte_and_only_gradients_of_adapters()
     packed = 32 * BLOCK
     gathered = packed * 0.5 + (profile.num_parameters - packed) * 2
     sent = sent_bytes(profile, plan, SHARDWISE)["dp"]
-    assert sent == pytest.approx(
-        (2 * gathered + 4 * profile.num_trainable) * 7 / 8
-    )
+    assert sent == pytest.approx((2 * gathered + 4 * profile.num_trainable) * 7 / 8)
     full = sent_bytes(LLAMA, plan_of("fsdp"), SHARDWISE)["dp"]
     assert full == pytest.approx((2 * 2 + 4) * LLAMA.num_parameters * 7 / 8)
 

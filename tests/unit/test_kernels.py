@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from shardwise.cost.time.kernels import (
+    ATTENTION_FIXED_S,
+    FLASH_1,
     AttentionKernel,
     attention_s,
     known,
@@ -15,7 +18,9 @@ from shardwise.cost.time.kernels import (
     memory_s,
     supports,
 )
+from shardwise.cost.time.machine import machine_of
 from shardwise.hardware.gpus import GpuSpec, find_gpu, generation_name, generation_of, generations, gpu_names
+from shardwise.hardware.parse_cluster import parse_cluster
 
 A100_PCIE = "A100-PCIe-80GB"
 B200 = "B200-SXM-180GB"
@@ -169,3 +174,15 @@ def test_every_card_with_matrix_units_has_constants() -> None:
     assert generation_name("Ampere", "GA102") == "ampere-consumer" and generation_name("Ampere", "GA100") == "ampere"
     for constants in generations().values():
         assert 0 < constants.best <= 1 and 0 < constants.stream <= 1 and 0 <= constants.wave <= 1
+
+
+def test_flash_attention_1_and_a_lack_of_power() -> None:
+    """The first is slower by its factor; watts count once, in what a long run sustains."""
+    full, less = gpu("H100-SXM-80GB"), gpu("H100-SXM-96GB")
+    size: dict[str, Any] = {"batch": 8, "heads": 32, "kv_heads": 32, "head_dim": 128, "rows": 8192, "causal": True}
+    one, two = (attention_s(full, **size, kernel=kernel) - ATTENTION_FIXED_S for kernel in ("flash-1", "flash"))
+    assert one / two == pytest.approx(FLASH_1)
+    assert (full.tdp_w, less.tdp_w) == (700, 500)
+    machines = [machine_of(parse_cluster(f"8x{name}"), "bf16") for name in ("H100-SXM-80GB", "H100-SXM-96GB")]
+    fast, slow = (machine.matmul_s(16384, 8192, 8192, "bf16") for machine in machines)
+    assert slow / fast == pytest.approx(math.sqrt(700 / 500), rel=0.03)

@@ -151,9 +151,8 @@ def test_programs_without_expert_parallelism_refuse_it() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
 def test_gradients_reduced_in_half_the_bytes_send_half_of_them(strategy: str) -> None:
     plan, model = plan_of(strategy, SHARDWISE), profile()
-    wide, narrow = (
-        sent_bytes(model, plan.model_copy(update={"reduce": kind}), SHARDWISE)["dp"] for kind in ("fp32", "compute")
-    )
+    both = [plan.model_copy(update={"reduce": kind}) for kind in ("fp32", "compute")]
+    wide, narrow = (sent_bytes(model, one, SHARDWISE)["dp"] for one in both)
     halves = data_traffic(plan)
     scattered = halves.reduces * (halves.shards - 1) / halves.shards * plan.parsed.shards_parameters
     replicated = halves.reduces * 2 / halves.shards * (halves.replicas - 1) / halves.replicas

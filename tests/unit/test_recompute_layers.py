@@ -15,6 +15,7 @@ from shardwise.hardware.parse_cluster import parse_cluster
 from shardwise.model.load_model import load_profile
 from shardwise.plan.dims import dims_for
 from shardwise.plan.plan import Plan, axis_problems
+from shardwise.plan.program import SHARDWISE
 from shardwise.plan.strategy import parse_strategy
 from shardwise.plan.traffic import sent_bytes
 from shardwise.plan.workload import Workload

@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.cost.flops import mfu, palm_flops
 from shardwise.cost.memory.local_shapes import with_stages
+from shardwise.cost.time import layer_time
 from shardwise.cost.time.collective_time import Calibration, LinkFit
 from shardwise.cost.time.cpu_time import SHARED_REDUCE
 from shardwise.cost.time.estimate_time import Rates, step_time
@@ -538,3 +539,21 @@ def test_a_search_can_afford_it() -> None:
         predict(strategy, cluster, profile, micro_batch=micro, grad_accum=accum)
     each = (time.process_time() - start) / (20 * len(plans))
     assert each < 5e-3  # an order above what it takes, for slow machines
+
+
+def test_a_frozen_base_in_16_bits_is_not_copied() -> None:
+    """Autocast copies fp32 weights in each micro batch; adapters train over a base that needs none of it."""
+    wide = layer_time.unit_elements(SMALL.units[1], 1, 1)
+    frozen = layer_time.unit_elements(with_adapters(SMALL, "lora").units[1], 1, 1)
+    assert wide.wide == wide.elements > 0
+    assert frozen.wide == frozen.trainable and 0 < frozen.wide < frozen.elements / 4
+
+
+def test_zero_3_of_deepspeed_gathers_by_hooks_of_the_host() -> None:
+    unit, machine = SMALL.units[1], machine_of(parse_cluster("8xA100-SXM-80GB"), "bf16")
+    plain = WorkSplit(tp=1, cp=1, micro=1, precision="bf16", recompute="full", compiled=False)
+    one, other = (unit_time(machine, unit, replace(plain, gathers_modules=hooks)) for hooks in (False, True))
+    modules = len({weight.name.rpartition(".")[0] for weight in unit.weights})
+    assert modules > 5
+    assert other.host_forward_s - one.host_forward_s == pytest.approx(modules * layer_time.GATHERED_MODULE_S)
+    assert other.host_backward_s - one.host_backward_s == pytest.approx(2 * modules * layer_time.GATHERED_MODULE_S)
